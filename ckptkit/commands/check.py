@@ -1,0 +1,91 @@
+"""`ckptkit check`: re-read a folder that ckptkit wrote and compare every byte with its manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import xxhash
+
+from ckptkit.commands.source import Source, open_source
+from ckptkit.errors import CorruptError
+from ckptkit.formats.io import FilePool
+from ckptkit.formats.manifest import MANIFEST
+from ckptkit.formats.mindspore_ckpt import verify_crc
+from ckptkit.report import Report, human_bytes
+from ckptkit.types import TensorInfo
+
+_BLOCK_BYTES = 256 << 10
+
+
+def check(path: str | Path, *, progress: Callable[[int, int], Callable[[int], None]] | None = None) -> Report:
+    """Read all of the checkpoint at `path` and compare it with its `ckptkit.json`.
+
+    Without a manifest only the structure (and a `.ckpt` file's crc) can be checked, and the report says so. Raises
+    CorruptError naming the tensors and side files whose bytes changed.
+    """
+    path = Path(path)
+    source = open_source(path)
+    tensors = source.checkpoint.tensors
+    total = sum(t.num_bytes for t in tensors.values())
+    advance = progress(total, 0) if progress else lambda _: None
+    for file in source.checkpoint.files:
+        if source.checkpoint.kind == "ckpt":
+            verify_crc(file)
+    promised = source.promised_digests
+    wrong = _wrong_tensors(tensors, promised, advance) + _wrong_side_files(path, source)
+    if wrong:
+        raise CorruptError(
+            f"{len(wrong)} items of `{path}` are not what {MANIFEST} promises",
+            items=wrong,
+            why="bytes changed after ckptkit wrote them",
+            hint="convert again, or restore the folder from a copy",
+        )
+    report = Report("check", f"`{path}` is sound")
+    report.add("tensors", f"{len(tensors)}, {human_bytes(total)}: structure as the format demands")
+    if promised:
+        report.add("digests", f"{len(promised)} of {len(tensors)} tensors have the bytes that {MANIFEST} promises")
+    else:
+        report.headline = f"`{path}`: structure checked, bytes not"
+        report.add(
+            "digests", f"none to compare with: no digests in {MANIFEST}" if source.manifest else f"no {MANIFEST}"
+        )
+    for note in source.checkpoint.notes:
+        report.add("note", note)
+    report.data = {"path": str(path), "tensors": len(tensors), "bytes": total, "digests_compared": len(promised)}
+    return report
+
+
+def _wrong_tensors(
+    tensors: Mapping[str, TensorInfo], promised: dict[str, str], advance: Callable[[int], None]
+) -> list[str]:
+    wrong = []
+    buffer = memoryview(bytearray(_BLOCK_BYTES))
+    with FilePool() as pool:
+        for info in tensors.values():
+            digest = _digest(info, buffer, pool)
+            advance(info.num_bytes)
+            if promised.get(info.name, digest) != digest:
+                wrong.append(f"{info.name} in {info.file.name}")
+    return wrong
+
+
+def _digest(info: TensorInfo, buffer: memoryview, pool: FilePool) -> str:
+    state = xxhash.xxh3_128()
+    for offset, size in info.extents:
+        for start in range(0, size, _BLOCK_BYTES):
+            block = buffer[: min(_BLOCK_BYTES, size - start)]
+            pool.pread_into(info.file, offset + start, block)
+            state.update(block)
+    return state.hexdigest()
+
+
+def _wrong_side_files(path: Path, source: Source) -> list[str]:
+    wrong = []
+    for name, digest in (source.manifest or {}).get("side_files", {}).items():
+        file = path / name
+        if not file.is_file():
+            wrong.append(f"{name} is gone")
+        elif xxhash.xxh3_128_hexdigest(file.read_bytes()) != digest:
+            wrong.append(name)
+    return wrong

@@ -1,0 +1,146 @@
+"""Settle what a command works on: the family, the source's dialect and variant, the target's.
+
+Each answer has one source of truth, in this order: what the user says, what ckptkit's own manifest says, what the
+bytes show (config.json, tensor names). Two answers that fit equally well are never guessed between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.commands.source import Source
+from ckptkit.errors import UsageError
+from ckptkit.mapping.rows import Family
+from ckptkit.mapping.tables import Tables
+
+Spoke = tuple[str, str]  # (dialect, variant)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The family with how it was found, and the two spokes."""
+
+    family: Family
+    family_from: str
+    source: Spoke
+    target: Spoke
+    notes: tuple[str, ...]
+
+
+def choose(
+    source: Source,
+    config: Mapping[str, Any],
+    tables: Tables,
+    *,
+    model: str | None,
+    from_dialect: str | None,
+    to_dialect: str | None,
+    variant: str | None,
+    from_variant: str | None,
+) -> Choice:
+    """Return the choice; UsageError says what to pass when it cannot be settled.
+
+    `variant` belongs to the side that is not HuggingFace; with two such sides, to the target.
+    """
+    family, how, notes = _family(tables, config, model)
+    origin = choose_source(
+        source, tables, family, from_dialect, from_variant or (variant if to_dialect in (None, "hf") else None)
+    )
+    target = to_dialect or ("mindformers" if origin[0] == "hf" else "hf")
+    if target == "mindformers":
+        target = tables.mindformers_dialect(family)
+    _check_dialect(tables, family, target, "--to")
+    goal = (target, "" if target == "hf" else _check_variant(tables, family, target, variant or ""))
+    return Choice(family, how, origin, goal, tuple(notes))
+
+
+def _family(tables: Tables, config: Mapping[str, Any], model: str | None) -> tuple[Family, str, list[str]]:
+    kind = config.get("model_type")
+    if model is None:
+        family = tables.for_config(config)
+        return family, f'config.json says model_type "{kind}"', _refusals(family, config)
+    family = tables.family(model)
+    notes = _refusals(family, config)
+    if kind is not None and kind not in family.model_types:
+        notes.append(f'`--model {model}` was followed, though config.json says model_type "{kind}"')
+    return family, f"`--model {model}`", notes
+
+
+def _refusals(family: Family, config: Mapping[str, Any]) -> list[str]:
+    """Raise UsageError when config.json asks for what the tables cannot do; return what deserves a note."""
+    refused = family.refused(config)
+    if refused:
+        raise UsageError(
+            f"config.json asks for something that `{family.name}` here does not support",
+            items=refused,
+            why="the converted model would compute something else",
+            hint="use a table that knows these fields (`--table FILE`)",
+        )
+    return family.warned(config)
+
+
+def choose_source(source: Source, tables: Tables, family: Family, dialect: str | None, variant: str | None) -> Spoke:
+    """Return the dialect and variant of a checkpoint: as told, as its manifest says, or as its names show."""
+    if dialect == "mindformers":
+        dialect = tables.mindformers_dialect(family)
+    if dialect is not None:
+        _check_dialect(tables, family, dialect, "--from")
+    if source.manifest is not None and dialect is None and variant is None:
+        written = source.manifest["to"]
+        return written["dialect"], written["variant"]
+    if dialect == "hf":
+        return "hf", ""
+    matches = [
+        match
+        for match in tables.detect(source.checkpoint.tensors.keys(), family)
+        if dialect in (None, match.dialect) and (variant is None or match.variant in (variant, ""))
+    ]
+    if not matches:
+        if dialect is not None:
+            return dialect, _check_variant(tables, family, dialect, variant or "")
+        raise UsageError(
+            f"`{source.checkpoint.path.name}` has no tensor name that a {family.name} table knows",
+            items=[f"it has {name}" for name in source.checkpoint.tensors],
+            hint="name the family with `--model`, the naming with `--from`, or your own table with `--table`",
+        )
+    best = max(match.matched for match in matches)
+    found = [(m.dialect, m.variant) for m in matches if m.matched == best]
+    if variant is not None:
+        found = [spoke for spoke in found if spoke[1] == variant] or found
+    if len(found) == 1 or found[0][0] == "hf":
+        return found[0]
+    return _one_of(found, source)
+
+
+def _one_of(found: list[Spoke], source: Source) -> Spoke:
+    if len({dialect for dialect, _ in found}) == 1 and any(variant == "" for _, variant in found):
+        return found[0][0], ""
+    raise UsageError(
+        f"the tensor names of `{source.checkpoint.path.name}` fit {len(found)} layouts",
+        items=[f"{dialect}, variant {variant}" for dialect, variant in found],
+        why="their fused tensors differ only in the order of rows, and nothing in the file tells which it has",
+        hint="pass `--from-variant`: the release of MindFormers that made the file decides",
+    )
+
+
+def _check_dialect(tables: Tables, family: Family, dialect: str, option: str) -> None:
+    known = ["hf", *tables.dialects(family)]
+    if dialect not in known:
+        raise UsageError(
+            f"`{option} {dialect}`: the {family.name} family has no such dialect",
+            items=known,
+            hint="these are the dialects it has; `mindformers` stands for the one that MindFormers reads",
+        )
+
+
+def _check_variant(tables: Tables, family: Family, dialect: str, variant: str) -> str:
+    known = list(tables.variants(family, dialect))
+    if variant and variant not in known:
+        raise UsageError(
+            f"`{dialect}` of the {family.name} family has no variant `{variant}`",
+            items=known or ["(none)"],
+            hint="choose one of these, or leave out `--variant`",
+        )
+    return variant

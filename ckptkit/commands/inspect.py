@@ -1,0 +1,148 @@
+"""`ckptkit inspect`: what a checkpoint holds, from its headers alone. Works without numpy."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ckptkit.commands.source import Source, open_source
+from ckptkit.errors import CoverageError, UsageError
+from ckptkit.formats.base import Checkpoint
+from ckptkit.formats.model_config import read_config
+from ckptkit.mapping.tables import Tables, load_tables
+from ckptkit.report import Report, fold_names, human_bytes, listed
+
+
+def inspect(
+    path: str | Path,
+    *,
+    expect: str | Path | None = None,
+    table: Sequence[str | Path] = (),
+    all_tensors: bool = False,
+) -> Report:
+    """Describe the checkpoint at `path`: format, naming, tensors, sizes, what is odd about it.
+
+    `expect` is a JSON file of the tensors that must be there: a list of names, or an object of name -> shape
+    (null for any); CoverageError when one is missing, unexpected or misshapen. `all_tensors` lists each tensor in
+    the text; the data always has all of them. Reads headers only.
+    """
+    source = open_source(Path(path))
+    checkpoint = source.checkpoint
+    if expect is not None:
+        _compare_with_expected(checkpoint, Path(expect))
+    report = Report("inspect", f"`{path}`")
+    report.data = _data(checkpoint)
+    report.add("format", f"{checkpoint.kind}, {len(checkpoint.files)} file(s), {human_bytes(_file_bytes(checkpoint))}")
+    _add_naming(report, source, load_tables([Path(t) for t in table]))
+    count = sum(t.num_elements for t in checkpoint.tensors.values())
+    size = sum(t.num_bytes for t in checkpoint.tensors.values())
+    report.add("tensors", f"{len(checkpoint.tensors)}, {count:,} elements, {human_bytes(size)}")
+    by_dtype = Counter(t.dtype for t in checkpoint.tensors.values())
+    report.add("dtypes", ", ".join(f"{dtype} x {number}" for dtype, number in by_dtype.most_common()))
+    for text in listed([f"{f.name}  {human_bytes(f.stat().st_size)}" for f in checkpoint.files]):
+        report.add("files", text)
+    for text in _tensor_rows(checkpoint, all_tensors):
+        report.add("holds", text)
+    for note in checkpoint.notes:
+        report.add("note", note)
+    if expect is not None:
+        report.add("expected", f"all {len(checkpoint.tensors)} tensors are as `{expect}` says")
+    return report
+
+
+def _file_bytes(checkpoint: Checkpoint) -> int:
+    return sum(f.stat().st_size for f in checkpoint.files)
+
+
+def _data(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "path": str(checkpoint.path),
+        "format": checkpoint.kind,
+        "files": [{"name": f.name, "bytes": f.stat().st_size} for f in checkpoint.files],
+        "metadata": dict(checkpoint.metadata),
+        "tensors": {
+            t.name: {"shape": list(t.shape), "dtype": t.dtype, "file": t.file.name} for t in checkpoint.tensors.values()
+        },
+        "notes": list(checkpoint.notes),
+    }
+
+
+def _add_naming(report: Report, source: Source, tables: Tables) -> None:
+    """Say which family and dialect the names and config.json show; nothing is guessed between equal fits."""
+    checkpoint, manifest = source.checkpoint, source.manifest
+    if manifest is not None:
+        to = manifest["to"]
+        variant = f", variant {to['variant']}" if to["variant"] else ""
+        report.add("naming", f"{manifest['family']}, {to['dialect']}{variant} (ckptkit.json)")
+        report.data |= {"family": manifest["family"], "dialect": to["dialect"], "variant": to["variant"]}
+        return
+    family = None
+    if (checkpoint.folder / "config.json").is_file():
+        config = read_config(checkpoint.folder)
+        try:
+            family = tables.for_config(config)
+        except UsageError:
+            report.add("naming", f'no table for model_type "{config.get("model_type")}"')
+            return
+    matches = tables.detect(checkpoint.tensors.keys(), family)
+    if not matches:
+        report.add("naming", "not known to any table")
+        return
+    best = [m for m in matches if m.matched == matches[0].matched]
+    names = sorted({f"{m.dialect}{', variant ' + m.variant if m.variant else ''}" for m in best})
+    prefix = f"{family.name}, " if family else ""
+    report.add("naming", prefix + " or ".join(names))
+    report.data |= {"family": family.name if family else None, "dialects": names}
+
+
+def _tensor_rows(checkpoint: Checkpoint, all_tensors: bool) -> list[str]:
+    if all_tensors:
+        return [f"{t.name}  {t.shape}  {t.dtype}" for t in checkpoint.tensors.values()]
+    groups: dict[tuple[tuple[int, ...], str], list[str]] = {}
+    for tensor in checkpoint.tensors.values():
+        groups.setdefault((tensor.shape, tensor.dtype), []).append(tensor.name)
+    folded = {
+        pattern: f"{pattern}  {shape}  {dtype}" + (f"  x {number}" if number > 1 else "")
+        for (shape, dtype), names in groups.items()
+        for pattern, number in fold_names(names)
+    }
+    return [folded[p] for p, _ in fold_names(checkpoint.tensors) if p in folded] or list(folded.values())
+
+
+def _compare_with_expected(checkpoint: Checkpoint, path: Path) -> None:
+    expected = _read_expected(path)
+    found = checkpoint.tensors
+    wrong = [f"missing: {name}" for name in expected if name not in found]
+    wrong += [f"unexpected: {name}" for name in found if name not in expected]
+    wrong += [
+        f"shape: {name} is {found[name].shape}, expected {tuple(shape)}"
+        for name, shape in expected.items()
+        if shape is not None and name in found and tuple(shape) != found[name].shape
+    ]
+    if wrong:
+        raise CoverageError(
+            f"`{checkpoint.path}` differs from `{path.name}` in {len(wrong)} tensors",
+            items=wrong,
+            why=f"{len(expected)} tensors are expected and {len(found)} are there, {_elements(found)} elements",
+            hint="the file may be cut; get it again",
+        )
+
+
+def _elements(found: Mapping[str, Any]) -> str:
+    return f"{sum(prod(t.shape) for t in found.values()):,}"
+
+
+def _read_expected(path: Path) -> dict[str, list[int] | None]:
+    try:
+        expected = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read `{path}`: {error}", hint="a JSON list of names, or {name: shape}") from None
+    if isinstance(expected, list) and all(isinstance(name, str) for name in expected):
+        return dict.fromkeys(expected)
+    if isinstance(expected, dict) and all(v is None or isinstance(v, list) for v in expected.values()):
+        return expected
+    raise UsageError(f"`{path}` is neither a list of names nor an object of name -> shape")

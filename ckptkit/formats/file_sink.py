@@ -1,0 +1,171 @@
+"""The sink that writes files: each byte goes to the place that the file's layout gives it.
+
+Thread-safe. A file is preallocated when its first tensor arrives, fsynced and noted in the journal when its last
+one is finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import xxhash
+
+from ckptkit.formats.base import OutputFile
+from ckptkit.formats.disk import disk_error
+from ckptkit.formats.result_folder import ResultFolder
+from ckptkit.types import Extent
+
+_READ_BACK_BYTES = 256 << 10
+
+
+@dataclass(slots=True)
+class _OpenFile:
+    fd: int = -1
+    waiting: set[int] = field(default_factory=set)
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+class FileSink:
+    """Write outputs into the files of a `ResultFolder`.
+
+    `outputs` gives each output's (tensor name, file number). `digests` asks for the digest of every tensor;
+    afterwards they are in `self.digests`, by tensor name.
+    """
+
+    def __init__(
+        self,
+        folder: ResultFolder,
+        files: Sequence[OutputFile],
+        outputs: Sequence[tuple[str, int]],
+        *,
+        digests: bool = True,
+    ) -> None:
+        self.digests: dict[str, str] = {}
+        self._folder = folder
+        self._files = files
+        self._outputs = outputs
+        self._want_digests = digests
+        self._open = [_OpenFile() for _ in files]
+        self._lock = threading.Lock()
+        for number, (_, file) in enumerate(outputs):
+            self._open[file].waiting.add(number)
+        self._extents = [files[file].extents[name] for name, file in outputs]
+
+    def finished_files(self) -> frozenset[int]:
+        """Return the numbers of the files that an earlier run finished; their digests are taken over."""
+        done = set()
+        for number, file in enumerate(self._files):
+            digests = self._folder.finished.get(file.name)
+            path = self._folder.partial / file.name
+            if digests is None or not path.is_file() or path.stat().st_size != file.size:
+                continue
+            if self._want_digests and set(digests) != set(file.extents):
+                continue
+            done.add(number)
+            self.digests.update(digests)
+        return frozenset(done)
+
+    def put(self, output: int, offset: int, data: memoryview) -> None:
+        """Write `data` at byte `offset` of output number `output`."""
+        fd = self._fd(self._outputs[output][1])
+        extents = self._extents[output]
+        try:
+            if len(extents) == 1:
+                _pwrite(fd, data, extents[0].offset + offset)
+            else:
+                _pwrite_pieces(fd, data, offset, extents)
+        except OSError as error:
+            raise disk_error(error, self._folder.partial / self._files[self._outputs[output][1]].name) from error
+
+    def finish(self, output: int, digest: str | None) -> None:
+        """Note that `output` is complete. A digest of None is computed by reading the bytes back."""
+        name, number = self._outputs[output]
+        if self._want_digests:
+            digest = digest or self._read_back(output)
+        with self._lock:
+            state = self._open[number]
+            state.waiting.discard(output)
+            if digest:
+                state.digests[name] = self.digests[name] = digest
+            last = not state.waiting
+        if last:
+            self._close_file(number)
+
+    def _fd(self, number: int) -> int:
+        state = self._open[number]
+        if state.fd < 0:
+            with self._lock:
+                if state.fd < 0:
+                    state.fd = self._create(self._files[number])
+        return state.fd
+
+    def _create(self, file: OutputFile) -> int:
+        path = self._folder.partial / file.name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            _preallocate(fd, file.size)
+            for offset, data in file.fixed:
+                _pwrite(fd, memoryview(data), offset)
+        except OSError as error:
+            raise disk_error(error, path) from error
+        return fd
+
+    def _close_file(self, number: int) -> None:
+        file, state = self._files[number], self._open[number]
+        try:
+            os.fsync(state.fd)
+            os.close(state.fd)
+        except OSError as error:
+            raise disk_error(error, self._folder.partial / file.name) from error
+        state.fd = -1
+        self._folder.note_finished(file.name, state.digests)
+
+    def _read_back(self, output: int) -> str:
+        state = xxhash.xxh3_128()
+        fd = self._fd(self._outputs[output][1])
+        for offset, size in self._extents[output]:
+            for start in range(offset, offset + size, _READ_BACK_BYTES):
+                state.update(os.pread(fd, min(_READ_BACK_BYTES, offset + size - start), start))
+        return state.hexdigest()
+
+    def close(self) -> None:
+        """Close what an interrupted run left open."""
+        for state in self._open:
+            if state.fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(state.fd)
+                state.fd = -1
+
+
+def _preallocate(fd: int, size: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV):
+            os.close(fd)
+            raise
+        os.ftruncate(fd, size)
+
+
+def _pwrite(fd: int, data: memoryview, offset: int) -> None:
+    done = os.pwrite(fd, data, offset)
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], offset + done)
+
+
+def _pwrite_pieces(fd: int, data: memoryview, offset: int, extents: Sequence[Extent]) -> None:
+    for extent in extents:
+        if not len(data):
+            return
+        if offset < extent.size:
+            size = min(len(data), extent.size - offset)
+            _pwrite(fd, data[:size], extent.offset + offset)
+            data, offset = data[size:], 0
+        else:
+            offset -= extent.size

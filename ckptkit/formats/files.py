@@ -1,0 +1,230 @@
+"""Opening a file and telling what it is, from its first bytes.
+
+Every reader starts here, so that a missing file, a dangling link, an empty file, a git-lfs pointer and a disk that
+fails read the same in every format. Without numpy: `inspect` must not need it. What does not live here: reading
+tensors (`io.py`).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import CkptkitError, CorruptError, CoverageError, ResourceError, UsageError
+from ckptkit.types import TensorInfo
+
+HEAD_BYTES = 1024
+COMPARE_BYTES = 256 * 1024
+
+SAFETENSORS = "safetensors"
+CKPT = "ckpt"
+TORCH = "torch"
+
+_ENCRYPTED = (b"\xd8\x5e\x3a\x7f", b"\xd9\x5e\x3a\x7f", b"\xda\x5e\x3a\x7f")  # AES-GCM, AES-CBC, SM4-CBC
+_POINTER = b"version https://git-lfs"
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[int]:
+    """Open `file` for reading and yield its descriptor.
+
+    Raises UsageError for a path that is not a file, CoverageError for a dangling link, ResourceError for a file
+    that may not or cannot be read.
+    """
+    descriptor = open_descriptor(file)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def open_descriptor(file: Path) -> int:
+    """Return a descriptor open for reading; the errors are those of `opened`."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise open_error(file, error) from error
+    if file.is_dir():
+        os.close(descriptor)
+        raise UsageError(f"`{file}` is a folder, not a file")
+    return descriptor
+
+
+def open_error(file: Path, error: OSError) -> CkptkitError:
+    """Return the error to raise for a failed open of `file`."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        if file.is_symlink():
+            return dangling_link(file)
+        return UsageError(f"no such file: `{file}`")
+    return ResourceError(f"cannot open `{file}`: {error.strerror}", hint="check the permissions and the disk")
+
+
+def dangling_link(file: Path) -> CoverageError:
+    """Return the error for a link whose target is gone."""
+    return CoverageError(
+        f"link `{file}` points to missing `{file.readlink()}`",
+        why="its tensors would be lost",
+        hint="download the file again; a cache may have been cleaned in part",
+    )
+
+
+@contextmanager
+def paused_gc() -> Iterator[None]:
+    """Switch the garbage collector off: making 50,000 small objects takes twice the time with it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def size_of(descriptor: int) -> int:
+    """Return the size in bytes of an open file."""
+    return os.fstat(descriptor).st_size
+
+
+def pread(file: Path, descriptor: int, size: int, offset: int) -> bytes:
+    """Return `size` bytes from `offset` on, or fewer at the end of the file; raises ResourceError."""
+    try:
+        data = os.pread(descriptor, size, offset)
+        while len(data) < size:
+            more = os.pread(descriptor, size - len(data), offset + len(data))
+            if not more:
+                break
+            data += more
+    except OSError as error:
+        raise read_error(file, error) from error
+    return data
+
+
+def read_error(file: Path, error: OSError) -> ResourceError:
+    """Return the error to raise for a failed read of `file`."""
+    return ResourceError(f"cannot read `{file}`: {error.strerror}", hint="check the disk or the network mount")
+
+
+def read_head(file: Path) -> tuple[bytes, int]:
+    """Return the first bytes of a file and its size in bytes.
+
+    Raises CorruptError for an empty file and for a git-lfs pointer.
+    """
+    with opened(file) as descriptor:
+        size = size_of(descriptor)
+        head = pread(file, descriptor, min(HEAD_BYTES, size), 0)
+    refuse_empty_or_pointer(file, head)
+    return head, size
+
+
+def refuse_empty_or_pointer(file: Path, head: bytes) -> None:
+    """Raise CorruptError if a file that begins with `head` is empty or is a git-lfs pointer."""
+    if not head:
+        raise CorruptError(f"`{file}` is empty (0 bytes)", hint="download or save the file again")
+    size = pointer_size(head)
+    if size is not None:
+        should = f"it should have {size} bytes" if size else "its size is not stated"
+        raise CorruptError(
+            f"`{file}` is a git-lfs pointer, not the file itself: {should}",
+            why="the repository was cloned without git-lfs",
+            hint="run `git lfs pull` in the repository, or download the file",
+        )
+
+
+def pointer_size(head: bytes) -> int | None:
+    """Return the size in bytes that a git-lfs pointer states (0: none stated), or None if `head` is not of one."""
+    if not head.startswith(_POINTER):
+        return None
+    found = re.search(rb"^size (\d+)", head, re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def is_encrypted(head: bytes) -> bool:
+    """Tell whether a file that begins with `head` was encrypted by MindSpore."""
+    return head.startswith(_ENCRYPTED)
+
+
+def kind_of(head: bytes, size: int) -> str | None:
+    """Return the format of a file by its first bytes: `safetensors`, `ckpt`, `torch`, or None."""
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= max(size, 100_000_000):
+        return SAFETENSORS  # perhaps cut
+    if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        return TORCH
+    if re.match(rb"\x80[\x02-\x05]", head):
+        return TORCH
+    if head.startswith(b"\x0a") or is_encrypted(head):
+        return CKPT
+    return None
+
+
+def describe(head: bytes) -> str:
+    """Say in words what a file that begins with `head` looks like; empty if there is nothing to say."""
+    known = (
+        (b"PK\x03\x04", "a zip archive, as PyTorch writes"),
+        (b"\x80", "a Python pickle, as old PyTorch writes"),
+        (b"GGUF", "a GGUF file"),
+        (b"\x89HDF", "an HDF5 file"),
+        (b"\x08", "a MindSpore strategy file, which holds layouts and no tensors"),
+        (b"\x0a", "a MindSpore .ckpt file"),
+        (b"<", "an HTML or XML page, perhaps the error page of a download"),
+        (b"{", "a JSON text"),
+    )
+    for magic, words in known:
+        if head.startswith(magic):
+            return words
+    return "a safetensors file" if head[8:9] == b"{" else ""
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object that a text file holds.
+
+    Raises CorruptError for anything else, a git-lfs pointer and a key with two different values included.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        odd = sorted({key for key, value in pairs if result[key] != value})
+        if odd:
+            raise CorruptError(f"`{file}` has keys with two different values", items=odd, hint="remove one of each")
+        return result
+
+    with opened(file) as descriptor:
+        data = pread(file, descriptor, size_of(descriptor), 0)
+    refuse_empty_or_pointer(file, data)
+    try:
+        value = json.loads(data.decode("utf-8-sig"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"`{file}` is not valid JSON: {error}", hint="download or save the file again") from error
+    if not isinstance(value, dict):
+        raise CorruptError(f"`{file}` is not a JSON object", hint="download or save the file again")
+    return value
+
+
+def same_bytes(a: TensorInfo, b: TensorInfo) -> bool:
+    """Tell whether two tensors without strides have the same shape, dtype and bytes; reads both."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    with opened(a.file) as one, opened(b.file) as two:
+        for position in range(0, a.num_bytes, COMPARE_BYTES):
+            size = min(COMPARE_BYTES, a.num_bytes - position)
+            if _bytes_at(a, one, position, size) != _bytes_at(b, two, position, size):
+                return False
+    return True
+
+
+def _bytes_at(info: TensorInfo, descriptor: int, position: int, size: int) -> bytes:
+    """Return `size` bytes of a tensor from its byte `position` on."""
+    parts = []
+    for offset, length in info.extents:
+        if position < length and size:
+            count = min(size, length - position)
+            parts.append(pread(info.file, descriptor, count, offset + position))
+            position, size = 0, size - count
+        else:
+            position = max(0, position - length)
+    return b"".join(parts)

@@ -1,0 +1,233 @@
+"""Reading tensors: any region of any tensor of any format, by `pread` into an array of the dtype's carrier.
+
+No mmap: a file that shrinks while it is read gives an error here and would give a signal there. What does not live
+here: where the bytes lie (each format's `read_index`), writing (`execute.py` and its sinks).
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from threading import Condition
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.errors import CorruptError, InternalError
+from ckptkit.formats import files
+from ckptkit.types import DTYPES, Extent, Region, TensorInfo
+
+Array = npt.NDArray[Any]
+
+GAP_BYTES = 4096  # runs closer than this are read together
+SCRATCH_BYTES = 1024 * 1024
+OPEN_FILES = 64
+
+
+@dataclass(slots=True)
+class _Handle:
+    descriptor: int
+    users: int = 0
+
+
+@dataclass(slots=True)
+class FilePool:
+    """Files kept open for reading, at most `limit` at a time; a context manager, safe to share between threads."""
+
+    limit: int = OPEN_FILES
+    _handles: OrderedDict[Path, _Handle] = field(default_factory=OrderedDict)
+    _changed: Condition = field(default_factory=Condition)
+
+    def __enter__(self) -> FilePool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every file that nobody is reading."""
+        with self._changed:
+            for path in [path for path, handle in self._handles.items() if not handle.users]:
+                os.close(self._handles.pop(path).descriptor)
+
+    def pread_into(self, path: Path, offset: int, data: memoryview) -> None:
+        """Fill `data`, a writable view of bytes, from byte `offset` of the file on.
+
+        Raises CorruptError when the file ends before that, ResourceError when it cannot be read.
+        """
+        handle = self._take(path)
+        try:
+            done = 0
+            while done < len(data):
+                count = os.preadv(handle.descriptor, [data[done:]], offset + done)
+                if not count:
+                    raise _shrank(path, offset + done, len(data) - done)
+                done += count
+        except OSError as error:
+            raise files.read_error(path, error) from error
+        finally:
+            self._give_back(handle)
+
+    def _take(self, path: Path) -> _Handle:
+        with self._changed:
+            while path not in self._handles and len(self._handles) >= self.limit and not self._close_oldest():
+                self._changed.wait()
+            if path not in self._handles:
+                self._handles[path] = _Handle(files.open_descriptor(path))
+            handle = self._handles[path]
+            self._handles.move_to_end(path)
+            handle.users += 1
+            return handle
+
+    def _give_back(self, handle: _Handle) -> None:
+        with self._changed:
+            handle.users -= 1
+            if not handle.users:
+                self._changed.notify()
+
+    def _close_oldest(self) -> bool:
+        """Close the file that was unused for longest; return whether there was one."""
+        for path, handle in self._handles.items():
+            if not handle.users:
+                os.close(self._handles.pop(path).descriptor)
+                return True
+        return False
+
+
+def _shrank(path: Path, offset: int, missing: int) -> CorruptError:
+    return CorruptError(
+        f"file shrank while being read: `{path}` ends at or before byte {offset}, {missing} bytes too early",
+        hint="let no other program write to the checkpoint, and start again",
+    )
+
+
+def read_region(
+    info: TensorInfo, region: Region | None = None, *, out: Array | None = None, pool: FilePool | None = None
+) -> Array:
+    """Return the elements of `info` inside `region` (default: all) as an array of the dtype's carrier.
+
+    `out`, if given, is filled and returned: any array of the region's shape and the carrier dtype, contiguous or
+    not. Runs that lie less than 4 KiB apart are read together. Raises CorruptError when the file has shrunk,
+    ResourceError when it cannot be read, InternalError when `region` or `out` does not fit the tensor.
+    """
+    region = Region.whole(info.shape) if region is None else region
+    _check_region(info, region)
+    carrier = np.dtype(DTYPES[info.dtype].carrier)
+    if out is None:
+        out = np.empty(region.shape, carrier)
+    elif out.shape != region.shape or out.dtype != carrier:
+        raise InternalError(f"`{info.name}`: {region.shape} {carrier} does not fit in {out.shape} {out.dtype}")
+    if region.size:
+        with FilePool(1) if pool is None else nullcontext(pool) as files_open:
+            _Reader(info, files_open).fill(region, out)
+    return out
+
+
+def _check_region(info: TensorInfo, region: Region) -> None:
+    fits = len(region.start) == len(region.stop) == len(info.shape) and all(
+        0 <= start <= stop <= length for start, stop, length in zip(region.start, region.stop, info.shape, strict=True)
+    )
+    if not fits:
+        raise InternalError(f"region {region.start}..{region.stop} is not inside `{info.name}` {info.shape}")
+
+
+def _c_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a C-order tensor."""
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+class _Reader:
+    """Reads regions of one tensor."""
+
+    __slots__ = ("ends", "info", "pool", "width")
+
+    def __init__(self, info: TensorInfo, pool: FilePool) -> None:
+        self.info, self.pool = info, pool
+        self.width = DTYPES[info.dtype].bits // 8
+        self.ends = list(accumulate(extent.size for extent in info.extents))
+
+    def fill(self, region: Region, out: Array) -> None:
+        """Fill `out` with the elements of a region that is not empty.
+
+        The axes are taken in the order of storage (falling stride), so that a view is read as its storage lies;
+        an axis of stride 0 is read once and spread.
+        """
+        strides = _c_strides(self.info.shape) if self.info.strides is None else self.info.strides
+        first = sum(a * s for a, s in zip(region.start, strides, strict=True))
+        once: tuple[Any, ...] = tuple(slice(None) if s else slice(0, 1) for s in strides)
+        target = out[(*once, ...)]
+        long = [axis for axis, length in enumerate(target.shape) if length > 1]
+        dropped: tuple[Any, ...] = tuple(slice(None) if length > 1 else 0 for length in target.shape)
+        order = sorted(range(len(long)), key=lambda i: strides[long[i]], reverse=True)
+        self._fill_ordered(first, [strides[long[i]] for i in order], target[(*dropped, ...)].transpose(order))
+        if target.shape != out.shape:
+            np.copyto(out, target)
+
+    def _fill_ordered(self, first: int, strides: Sequence[int], target: Array) -> None:
+        """Fill `target`, whose axes have falling `strides`, from the storage that begins at element `first`."""
+        run = 1
+        axis = target.ndim
+        while axis and strides[axis - 1] == run:
+            axis -= 1
+            run *= target.shape[axis]
+        if axis and (strides[axis - 1] - run) * self.width < GAP_BYTES:
+            self._fill_blocks(first, strides, target, axis - 1)
+            return
+        for index in np.ndindex(target.shape[:axis]):
+            start = first + sum(i * s for i, s in zip(index, strides[:axis], strict=True))
+            place: tuple[Any, ...] = (*index, ...)
+            self._read(start, target[place])
+
+    def _fill_blocks(self, first: int, strides: Sequence[int], target: Array, axis: int) -> None:
+        """Fill `target` by reading neighbours along `axis` together with the small gaps between them."""
+        inner = 1 + sum((n - 1) * s for n, s in zip(target.shape[axis + 1 :], strides[axis + 1 :], strict=True))
+        step = strides[axis]
+        rows = max(1, min(target.shape[axis], SCRATCH_BYTES // (step * self.width)))
+        scratch = np.empty((rows - 1) * step + inner, target.dtype)
+        byte_strides = [s * self.width for s in strides[axis:]]
+        for index in np.ndindex(target.shape[:axis]):
+            start = first + sum(i * s for i, s in zip(index, strides[:axis], strict=True))
+            for row in range(0, target.shape[axis], rows):
+                count = min(rows, target.shape[axis] - row)
+                part = scratch[: (count - 1) * step + inner]
+                self._read(start + row * step, part)
+                place: tuple[Any, ...] = (*index, slice(row, row + count))
+                shape = (count, *target.shape[axis + 1 :])
+                np.copyto(target[place], np.lib.stride_tricks.as_strided(part, shape, byte_strides))
+
+    def _read(self, first: int, target: Array) -> None:
+        """Fill `target` with the elements that follow one another in storage from element `first` on."""
+        if not target.flags.c_contiguous:
+            whole = np.empty(target.shape, target.dtype)
+            self._read(first, whole)
+            np.copyto(target, whole)
+            return
+        data = target.reshape(-1).view(np.uint8).data
+        for extent in self._pieces(first * self.width, len(data)):
+            self.pool.pread_into(self.info.file, extent.offset, data[: extent.size])
+            data = data[extent.size :]
+
+    def _pieces(self, position: int, size: int) -> Iterator[Extent]:
+        """Yield where in the file `size` bytes of the tensor lie, from its byte `position` on."""
+        index = bisect_right(self.ends, position)
+        while size:
+            if index == len(self.ends):
+                raise InternalError(f"`{self.info.name}` has no byte {position}")
+            offset, length = self.info.extents[index]
+            inside = position - (self.ends[index] - length)
+            count = min(size, length - inside)
+            yield Extent(offset + inside, count)
+            position += count
+            size -= count
+            index += 1

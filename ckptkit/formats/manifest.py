@@ -1,0 +1,77 @@
+"""`ckptkit.json`: what a result holds and where it came from, written beside the weights.
+
+    schema     1
+    tool       "ckptkit 0.1.0"
+    plan       the plan's digest
+    family, from, to, layout      as the plan's facts say them: dialect, variant, format, tables
+    source     {"name", "files": [{"name", "bytes"}], "tensors": {name: digest}}   digests where they are known
+    files      [{"name", "bytes"}]
+    tensors    {name: {"shape", "dtype", "file", "xxh3_128"}}       xxh3_128 is null after `--no-digest`
+    ignored, dropped, unmapped    [[name, reason]]
+
+The digest of a tensor is the xxh3-128 of its bytes in C order, as 32 hex digits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import CorruptError
+from ckptkit.formats.base import Checkpoint
+
+MANIFEST = "ckptkit.json"
+SCHEMA = 1
+
+
+def dump_manifest(manifest: Mapping[str, Any]) -> bytes:
+    """Return the manifest as bytes: one line a tensor, so that two of them can be compared with `diff`."""
+    head = {key: value for key, value in manifest.items() if key != "tensors"}
+    text = json.dumps(head, indent=1, ensure_ascii=False)[:-2]
+    rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in manifest["tensors"].items())
+    return f'{text},\n "tensors": {{\n{rows}\n }}\n}}\n'.encode()
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the manifest of `folder`, or None when it has none; CorruptError when it cannot be understood."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        manifest = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CorruptError(
+            f"`{path}` is not valid JSON",
+            why=str(error),
+            hint="remove it to treat the folder as a foreign one",
+        ) from None
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("tensors"), dict):
+        raise CorruptError(f"`{path}` is not a ckptkit manifest", hint="remove it to treat the folder as a foreign one")
+    if manifest.get("schema") != SCHEMA:
+        raise CorruptError(
+            f"`{path}` has schema {manifest.get('schema')!r}; this version reads {SCHEMA}",
+            hint="use the version of ckptkit that wrote it",
+        )
+    return manifest
+
+
+def compare_with_manifest(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> None:
+    """Raise CorruptError when names, shapes or dtypes differ from what the manifest promises."""
+    promised = manifest["tensors"]
+    found = checkpoint.tensors
+    wrong = [f"missing: {name}" for name in promised if name not in found]
+    wrong += [f"not in the manifest: {name}" for name in found if name not in promised]
+    for name, row in promised.items():
+        if name in found:
+            is_now = [list(found[name].shape), found[name].dtype]
+            if is_now != [row.get("shape"), row.get("dtype")]:
+                wrong.append(f"changed: {name} is {is_now[1]} {is_now[0]}, was {row.get('dtype')} {row.get('shape')}")
+    if wrong:
+        raise CorruptError(
+            f"`{checkpoint.path.name}` does not hold what its {MANIFEST} says ({len(promised)} tensors)",
+            items=wrong,
+            why="files were lost, cut or replaced after ckptkit wrote them",
+            hint=f"restore the files, or remove {MANIFEST} to treat the folder as a foreign one",
+        )

@@ -1,0 +1,196 @@
+"""Opening a checkpoint of any format, and laying out a new one.
+
+`open_checkpoint` tells a file's format by its first bytes, then by its suffix, and joins the files of a folder.
+`lay_out_checkpoint` is its counterpart: which files a new checkpoint has, where each tensor goes. What does not live
+here: which files of a folder count (`folder.py`), the formats themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ckptkit.errors import CorruptError, UsageError
+from ckptkit.formats import files, mindspore_ckpt, safetensors
+from ckptkit.formats.base import Checkpoint, FileIndex, OutputFile
+from ckptkit.formats.folder import HF_INDEX, NAME_MAP, Selection, is_index, listed, select, with_notes
+from ckptkit.formats.weight_map import apply_map, find_files, read_weight_map
+from ckptkit.types import TensorInfo, TensorSpec
+
+HF = "hf"
+MINDSPORE_SAFETENSORS = "mindspore-safetensors"
+CKPT = "ckpt"
+
+_SUFFIXES = {
+    ".safetensors": files.SAFETENSORS,
+    ".ckpt": files.CKPT,
+    ".bin": files.TORCH,
+    ".pt": files.TORCH,
+    ".pth": files.TORCH,
+}
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Return the checkpoint at `path`, a file or a folder, without reading its tensors.
+
+    The tensors of equal name that several files hold are compared when no index says which counts. Raises
+    UsageError, CoverageError, CorruptError or ResourceError.
+    """
+    if path.is_dir():
+        return _open_folder(path)
+    if is_index(path.name):
+        raise UsageError(f"`{path}` is an index and holds no tensors", hint="name the folder that it is in")
+    kind, index = read_file(path)
+    tensors, notes = _join([index])
+    notes += [] if path.suffix == "" or _SUFFIXES.get(path.suffix) == kind else [f"`{path.name}` is a {kind} file"]
+    return Checkpoint(path, path.parent, kind, (path,), tensors, index.metadata, (*index.notes, *notes))
+
+
+def read_file(file: Path) -> tuple[str, FileIndex]:
+    """Return one file's format (`safetensors`, `ckpt`, `torch`) and index."""
+    head, size = files.read_head(file)
+    by_suffix = _SUFFIXES.get(file.suffix)
+    kind = files.kind_of(head, size) or by_suffix
+    if kind == files.CKPT and by_suffix not in (None, files.CKPT):
+        kind = by_suffix  # the first byte of a record is weak evidence
+    if kind == files.SAFETENSORS:
+        return kind, safetensors.read_index(file)
+    if kind == files.CKPT:
+        return kind, mindspore_ckpt.read_index(file)
+    if kind == files.TORCH:
+        from ckptkit.formats import torch_pickle
+
+        return kind, torch_pickle.read_index(file)
+    looks = files.describe(head)
+    raise UsageError(
+        f"`{file}` is of no format that ckptkit reads",
+        why=f"it looks like {looks}" if looks else "",
+        hint="ckptkit reads safetensors, PyTorch .bin / .pt / .pth and MindSpore .ckpt files",
+    )
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    selection = select(folder)
+    weights = None if selection.index is None else read_weight_map(selection.index)
+    paths = (*([] if weights is None else find_files(weights)), *selection.files)
+    indexes = [_read_expecting(selection, path) for path in dict.fromkeys(paths)]
+    if weights is None:
+        tensors, notes = _join(indexes)
+    else:
+        named = set(weights.file_names)
+        tensors, notes = apply_map(weights, [index for index in indexes if index.file.name in named])
+        extra, more = _join([index for index in indexes if index.file.name not in named])
+        notes += more
+        notes += [f"{listed([n])} is in `{extra[n].file.name}` too; the index decides" for n in extra if n in tensors]
+        tensors = extra | tensors
+    metadata, odd = _join_metadata(indexes)
+    notes = [note for index in indexes for note in index.notes] + notes + odd
+    used = [index.file for index in indexes]
+    return Checkpoint(
+        folder,
+        folder,
+        selection.kind,
+        tuple(used),
+        tensors,
+        metadata,
+        (*with_notes(folder, selection, used), *notes),
+    )
+
+
+def _read_expecting(selection: Selection, file: Path) -> FileIndex:
+    kind, index = read_file(file)
+    if kind != selection.kind:
+        raise CorruptError(
+            f"`{file}` is a {kind} file among {selection.kind} files",
+            hint="download it again, or name one file to read it alone",
+        )
+    return index
+
+
+def _join(indexes: Sequence[FileIndex]) -> tuple[dict[str, TensorInfo], list[str]]:
+    """Return all tensors of the files; equal copies are noted, different ones raise CorruptError."""
+    tensors: dict[str, TensorInfo] = {}
+    equal = []
+    for index in indexes:
+        for tensor in index.tensors:
+            first = tensors.setdefault(tensor.name, tensor)
+            if first is tensor:
+                continue
+            if not _same(first, tensor):
+                raise CorruptError(
+                    f"duplicate tensor `{tensor.name}`: `{first.file.name}` and `{tensor.file.name}` hold different "
+                    "values, and no index says which counts",
+                    hint="remove one file, or add an index",
+                )
+            equal.append(tensor.name)
+    return tensors, [f"{len(equal)} equal copies of tensors passed over: {listed(equal)}"] if equal else []
+
+
+def _same(a: TensorInfo, b: TensorInfo) -> bool:
+    if a.strides is None and b.strides is None:
+        return files.same_bytes(a, b)
+    from ckptkit.formats.io import read_region
+
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and bool((read_region(a) == read_region(b)).all())
+
+
+def _join_metadata(indexes: Sequence[FileIndex]) -> tuple[dict[str, str], list[str]]:
+    """Return the files' metadata as one, and a note if files disagree (the first one's value stands)."""
+    metadata: dict[str, str] = {}
+    odd: set[str] = set()
+    for index in indexes:
+        odd |= {key for key, value in index.metadata.items() if metadata.setdefault(key, value) != value}
+    return metadata, [f"the files' metadata differ in {listed(sorted(odd))}"] if odd else []
+
+
+def lay_out_checkpoint(
+    kind: str, specs: Sequence[TensorSpec], *, max_shard_bytes: int
+) -> tuple[list[OutputFile], dict[str, bytes]]:
+    """Return the files of a new checkpoint, and the content of the small files that go with them by name.
+
+    `hf`: `model.safetensors`, or shards and their index. `mindspore-safetensors`: MindSpore's unified layout.
+    `ckpt`: one file, whatever its size, since no loader joins a split set. Shards are filled in order to at most
+    `max_shard_bytes` of tensors; a larger tensor has a shard of its own. Raises UsageError for a tensor that the
+    format cannot hold.
+    """
+    if kind == CKPT:
+        return [mindspore_ckpt.lay_out("model.ckpt", specs)], {}
+    if kind not in (HF, MINDSPORE_SAFETENSORS):
+        raise UsageError(f"unknown kind of checkpoint `{kind}`", hint=f"{HF}, {MINDSPORE_SAFETENSORS} or {CKPT}")
+    shards = _shards(specs, max_shard_bytes)
+    if kind == MINDSPORE_SAFETENSORS:
+        named = {f"part{number}.safetensors": shard for number, shard in enumerate(shards)}
+        small = {NAME_MAP: json.dumps(_index_of(named), indent=4).encode()}
+        return [safetensors.lay_out(name, shard, {"format": "ms"}) for name, shard in named.items()], small
+    if len(shards) == 1:
+        named, small = {"model.safetensors": shards[0]}, {}
+    else:
+        named = {
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard
+            for number, shard in enumerate(shards, start=1)
+        }
+        small = {HF_INDEX: (json.dumps(_index_of(named), indent=2) + "\n").encode()}
+    return [safetensors.lay_out(name, shard, {"format": "pt"}) for name, shard in named.items()], small
+
+
+def _shards(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
+    """Fill shards in order, each to at most `max_bytes`; there is at least one."""
+    if max_bytes <= 0:
+        raise UsageError(f"a shard cannot have {max_bytes} bytes", hint="give a positive size, such as `5GB`")
+    shards: list[list[TensorSpec]] = [[]]
+    room = max_bytes
+    for spec in specs:
+        if shards[-1] and spec.num_bytes > room:
+            shards.append([])
+            room = max_bytes
+        shards[-1].append(spec)
+        room -= spec.num_bytes
+    return shards
+
+
+def _index_of(named: Mapping[str, Sequence[TensorSpec]]) -> dict[str, object]:
+    return {
+        "metadata": {"total_size": sum(spec.num_bytes for shard in named.values() for spec in shard)},
+        "weight_map": {spec.name: name for name, shard in named.items() for spec in shard},
+    }

@@ -1,0 +1,175 @@
+"""A tensor as a tree of ops over named tensors: shape, pull, evaluation, composition.
+
+An expression is a value. Its leaves are tensors of the side it reads (their whole shapes known), its nodes are ops.
+What does not live here: where a leaf's bytes are (the planner knows) and which expressions exist (`rules.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from ckptkit.errors import CoverageError
+from ckptkit.mapping.op import ANY, Array, Op
+from ckptkit.mapping.ops import Concat, Deinterleave, Index, Pad, Slice, Transpose
+from ckptkit.types import Region, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor by name, whole."""
+
+    name: str
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """`op` applied to `children`; build it with `node`, which computes `shape`."""
+
+    op: Op
+    children: tuple[Expr, ...]
+    shape: Shape
+
+
+Expr: TypeAlias = Leaf | Node
+Read: TypeAlias = Callable[[Leaf, Region], Array]
+
+
+def node(op: Op, children: Sequence[Expr]) -> Expr:
+    """Return `op` of `children`, or less where ops undo one another; raise CoverageError on shapes that misfit."""
+    if op.arity not in (ANY, len(children)):
+        raise CoverageError(f"`{type(op).__name__}` takes {op.arity} tensors, not {len(children)}")
+    shape = op.out_shape([child.shape for child in children])
+    first = children[0]
+    if len(children) == 1 and _changes_nothing(op, first.shape):
+        return first
+    if isinstance(first, Node):
+        simpler = _part_of_join(op, first) if len(children) == 1 else None
+        if simpler is None:
+            simpler = _join_of_parts(op, children)
+        if simpler is not None and simpler.shape == shape:
+            return simpler
+    return Node(op, tuple(children), shape)
+
+
+def pull(expr: Expr, region: Region) -> list[tuple[Leaf, Region]]:
+    """Return the leaves that `region` of `expr` needs, in order, each with its box; a leaf can occur twice.
+
+    Leaves that give nothing to the region are left out. Raises UsageError when the region cuts a group.
+    """
+    found: list[tuple[Leaf, Region]] = []
+    _pull(expr, region, found)
+    return found
+
+
+def evaluate(expr: Expr, region: Region, read: Read) -> Array:
+    """Return `region` of `expr` as an array, reading each leaf's box with `read`."""
+    if not region.size:
+        first = next(leaves(expr))
+        nothing = read(first, Region((0,) * len(first.shape), (0,) * len(first.shape)))
+        return np.empty(region.shape, nothing.dtype)
+    if isinstance(expr, Leaf):
+        return read(expr, region)
+    pulled = expr.op.pull(region, [child.shape for child in expr.children])
+    if not any(box.size for box in pulled):  # all of it is padding
+        arrays = [evaluate(c, box, read) for c, box in zip(expr.children, pulled, strict=True)]
+    else:
+        arrays = [
+            evaluate(c, box, read) if box.size else np.empty(box.shape, np.uint8)
+            for c, box in zip(expr.children, pulled, strict=True)
+        ]
+    return expr.op.within(region).apply(arrays)
+
+
+def granules(expr: Expr) -> tuple[int, ...]:
+    """Return one number per axis: a region whose bounds are multiples of them can be pulled."""
+    if isinstance(expr, Leaf):
+        return (1,) * len(expr.shape)
+    return expr.op.lift([granules(c) for c in expr.children], [c.shape for c in expr.children])
+
+
+def leaves(expr: Expr) -> Iterator[Leaf]:
+    """Yield the leaves of `expr` from left to right."""
+    if isinstance(expr, Leaf):
+        yield expr
+    else:
+        for child in expr.children:
+            yield from leaves(child)
+
+
+def substitute(expr: Expr, values: Mapping[str, Expr]) -> Expr:
+    """Return `expr` with each leaf that `values` names replaced; raise CoverageError when a shape differs."""
+    if isinstance(expr, Leaf):
+        value = values.get(expr.name, expr)
+        if value.shape != expr.shape:
+            raise CoverageError(f"`{expr.name}` has shape {expr.shape} on one side and {value.shape} on the other")
+        return value
+    return node(expr.op, [substitute(child, values) for child in expr.children])
+
+
+def invert(expr: Expr, target: Expr) -> list[tuple[Leaf, Expr]]:
+    """Return, for each leaf of `expr` from left to right, that leaf as an expression of `target`.
+
+    `target` stands for the value of `expr`. Raises CoverageError when `expr` drops elements.
+    """
+    if isinstance(expr, Leaf):
+        return [(expr, target)]
+    shapes = [child.shape for child in expr.children]
+    found: list[tuple[Leaf, Expr]] = []
+    for i, child in enumerate(expr.children):
+        found += invert(child, node(expr.op.part(i, shapes), [target]))
+    return found
+
+
+def _pull(expr: Expr, region: Region, found: list[tuple[Leaf, Region]]) -> None:
+    if not region.size:
+        return
+    if isinstance(expr, Leaf):
+        found.append((expr, region))
+        return
+    boxes = expr.op.pull(region, [child.shape for child in expr.children])
+    for child, box in zip(expr.children, boxes, strict=True):
+        _pull(child, box, found)
+
+
+def _changes_nothing(op: Op, shape: Shape) -> bool:
+    """Say whether unary `op` returns a tensor of `shape` as it is."""
+    match op:
+        case Concat():
+            return True
+        case Slice(axis, start, stop):
+            return (start, stop) == (0, shape[axis])
+        case Pad(axis, to):
+            return to == shape[axis]
+        case Transpose(perm):
+            return perm == tuple(range(len(shape)))
+        case _:
+            return False
+
+
+def _part_of_join(op: Op, joined: Node) -> Expr | None:
+    """Return the child of `joined` that unary `op` takes out again, if it does."""
+    if joined.op.is_part:
+        return None
+    shapes = [child.shape for child in joined.children]
+    known = op.index if isinstance(op, Index | Deinterleave) else None
+    for i in range(len(shapes)) if known is None else [known]:
+        if i < len(shapes) and joined.op.part(i, shapes) == op:
+            return joined.children[i]
+    return None
+
+
+def _join_of_parts(op: Op, children: Sequence[Expr]) -> Expr | None:
+    """Return the tensor whose parts, all of them and in order, `op` joins, if it does."""
+    first = children[0]
+    if op.is_part or not isinstance(first, Node) or len(first.children) != 1:
+        return None
+    whole, shapes = first.children[0], [child.shape for child in children]
+    for i, child in enumerate(children):
+        if not isinstance(child, Node) or child.children != (whole,) or child.op != op.part(i, shapes):
+            return None
+    return whole

@@ -1,0 +1,148 @@
+"""Build the plan of a conversion: source names -> hub (HuggingFace) names -> target names.
+
+Every dialect is a spoke of the hub: the source's rules give each hub tensor as an expression over stored tensors,
+the target's rules give each output as an expression over hub tensors, and substituting one into the other gives
+each output over stored tensors. One mechanism serves all directions: HF to a dialect, back, between two dialects,
+and between two variants of one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import CoverageError
+from ckptkit.formats.base import Checkpoint
+from ckptkit.formats.registry import lay_out_checkpoint
+from ckptkit.mapping.expr import Expr, leaves, substitute
+from ckptkit.mapping.rules import Rule, RuleSet
+from ckptkit.plan.match import Match, match
+from ckptkit.plan.plan import OutputTensor, Plan
+from ckptkit.plan.prove import prove
+from ckptkit.types import TensorInfo, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the user asked for: the file kind of `formats/registry.py`, shard size, and leniencies."""
+
+    kind: str
+    max_shard_bytes: int
+    tie: bool = False
+    allow_unmapped: bool = False
+
+
+def build_plan(
+    source: Checkpoint,
+    source_rules: RuleSet,
+    target_rules: RuleSet,
+    target: Target,
+    *,
+    config: Mapping[str, Any],
+    side: Sequence[Path] = (),
+    notes: Sequence[str] = (),
+) -> Plan:
+    """Return the proved plan that turns `source` into `target_rules`' naming.
+
+    `config` is the parsed config.json and `side` are the files to copy beside the weights. Raises CoverageError
+    when a tensor is missing, misshapen, unmapped or contradictory.
+    """
+    matched = match(source, source_rules, tie=target.tie, allow_unmapped=target.allow_unmapped)
+    specs, exprs = _outputs(source_rules, target_rules, matched)
+    files, extra = lay_out_checkpoint(target.kind, specs, max_shard_bytes=target.max_shard_bytes)
+    place = {name: number for number, file in enumerate(files) for name in file.extents}
+    outputs = tuple(
+        OutputTensor(spec, place[spec.name], expr, {leaf.name: matched.found[leaf.name] for leaf in leaves(expr)})
+        for spec, expr in sorted(zip(specs, exprs, strict=True), key=lambda pair: place[pair[0].name])
+    )
+    edited, edits = _edit_config(config, side, matched, source_rules)
+    plan = Plan(
+        outputs=outputs,
+        files=tuple(files),
+        extra={**extra, **edited},
+        side=tuple((path, path.name) for path in side if path.name not in edited),
+        ignored=tuple(matched.ignored),
+        dropped=tuple(matched.dropped),
+        unmapped=tuple(matched.unmapped),
+        notes=(*source.notes, *notes, *matched.notes, *edits),
+        facts=_facts(source, source_rules, target_rules, target),
+        compared_bytes=matched.compared_bytes,
+        sources=source.files,
+    )
+    prove(plan, source)
+    return plan
+
+
+def _outputs(source: RuleSet, target: RuleSet, matched: Match) -> tuple[list[TensorSpec], list[Expr]]:
+    """Return each output's spec and its expression over stored tensors, in the order of the model."""
+    hub: dict[str, Expr] = {}
+    for rule in source.rules:
+        if rule.target not in matched.absent:
+            hub.update(zip((leaf.name for leaf in rule.sources), rule.inverse, strict=True))
+    specs, exprs = [], []
+    for rule in target.rules:
+        if not _producible(rule, hub, source, target):
+            continue
+        expr = substitute(rule.expr, hub)
+        specs.append(TensorSpec(rule.target, expr.shape, _dtype(rule, expr, matched.found)))
+        exprs.append(expr)
+    return specs, exprs
+
+
+def _producible(rule: Rule, hub: Mapping[str, Expr], source: RuleSet, target: RuleSet) -> bool:
+    """Say whether all of a rule's hub tensors exist; some but not all of them is an error."""
+    absent = [leaf.name for leaf in rule.sources if leaf.name not in hub]
+    if absent and len(absent) < len(rule.sources):
+        raise CoverageError(
+            f"`{rule.target}` needs tensors that the source does not have",
+            items=absent,
+            why=f"{rule.origin} fuses {len(rule.sources)} tensors, and only some are there",
+            hint="get the missing tensors, or choose another `--variant`",
+        )
+    return not absent
+
+
+def _dtype(rule: Rule, expr: Expr, found: Mapping[str, TensorInfo]) -> str:
+    parts = {leaf.name: found[leaf.name].dtype for leaf in leaves(expr)}
+    dtypes = set(parts.values())
+    if len(dtypes) > 1:
+        raise CoverageError(
+            f"`{rule.target}` would be fused from tensors of different dtypes",
+            items=[f"{name}  {dtype}" for name, dtype in parts.items()],
+            why="one tensor has one dtype, and a value is never cast in silence",
+            hint="convert to a variant that keeps these tensors apart",
+        )
+    return dtypes.pop()
+
+
+def _edit_config(
+    config: Mapping[str, Any], side: Sequence[Path], matched: Match, rules: RuleSet
+) -> tuple[dict[str, bytes], list[str]]:
+    """Return the rewritten config.json when tying changed, else nothing: an unchanged one is a byte copy."""
+    if matched.tied == rules.tied or not any(path.name == "config.json" for path in side):
+        return {}, []
+    changed = {**config, "tie_word_embeddings": matched.tied}
+    note = f"config.json: tie_word_embeddings {json.dumps(rules.tied)} -> {json.dumps(matched.tied)}"
+    return {"config.json": (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()}, [note]
+
+
+def _facts(source: Checkpoint, source_rules: RuleSet, target_rules: RuleSet, target: Target) -> dict[str, Any]:
+    return {
+        "family": target_rules.family,
+        "from": {
+            "dialect": source_rules.dialect,
+            "variant": source_rules.variant,
+            "format": source.kind,
+            "tables": list(source_rules.table_files),
+        },
+        "to": {
+            "dialect": target_rules.dialect,
+            "variant": target_rules.variant,
+            "format": target.kind,
+            "tables": list(target_rules.table_files),
+        },
+        "layout": {"tp": 1, "pp": 1, "ep": 1, "dp": 1},
+    }

@@ -1,0 +1,170 @@
+"""Match the tensors that a checkpoint has against those that its family's table expects.
+
+The outcome accounts for every name on both sides: present, missing, of another shape, tied to a twin, ignored for a
+written reason, or unmapped. Nothing is guessed: what is not one of the first and has no reason is an error, and
+`--allow-unmapped` turns only the unmapped ones into a report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from ckptkit.errors import CoverageError
+from ckptkit.formats.base import Checkpoint
+from ckptkit.formats.files import same_bytes
+from ckptkit.mapping.rules import RuleSet, Tie
+from ckptkit.plan.plan import Fate
+from ckptkit.types import Shape, TensorInfo
+
+
+@dataclass(slots=True)
+class Match:
+    """`found`: expected name -> its place in a file (a tied twin may stand in). `absent`: tied names not stored."""
+
+    found: dict[str, TensorInfo] = field(default_factory=dict)
+    absent: set[str] = field(default_factory=set)
+    ignored: list[Fate] = field(default_factory=list)
+    dropped: list[Fate] = field(default_factory=list)
+    unmapped: list[Fate] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    tied: bool = False
+    compared_bytes: int = 0
+
+
+def match(source: Checkpoint, rules: RuleSet, *, tie: bool = False, allow_unmapped: bool = False) -> Match:
+    """Account for every tensor of `source`; raise CoverageError when one is missing, misshapen or unmapped.
+
+    `tie` is the user's word that a head which is not stored is the embedding.
+    """
+    expected = {rule.target: rule for rule in rules.rules}
+    result = Match(tied=rules.tied or tie)
+    result.found = {name: source.tensors[name] for name in expected if name in source.tensors}
+    _refuse_empty(source)
+    if result.tied:
+        for pair in rules.ties:
+            _resolve_tie(pair, result)
+    missing = [
+        n for n, rule in expected.items() if n not in result.found and n not in result.absent and not rule.optional
+    ]
+    _sort_out_rest(source, rules, expected.keys(), result)
+    if missing:
+        raise _missing(missing, rules, result, source)
+    _check_shapes({name: rule.expr.shape for name, rule in expected.items()}, result.found, rules)
+    if result.unmapped and not allow_unmapped:
+        raise _unmapped(result.unmapped, rules, source)
+    result.absent |= {name for name in expected if name not in result.found}
+    return result
+
+
+def _refuse_empty(source: Checkpoint) -> None:
+    empty = [f"{t.name}  {t.shape}  {t.dtype}" for t in source.tensors.values() if 0 in t.shape]
+    if empty:
+        raise CoverageError(
+            f"{len(empty)} tensors of `{source.path.name}` hold no elements",
+            items=empty,
+            why="they were saved empty, as happens when only one process of a partitioned model writes its part",
+            hint="save the model again with all its weights gathered",
+        )
+
+
+def _resolve_tie(pair: Tie, result: Match) -> None:
+    """Settle a tied pair: either twin suffices; two equal ones are one; two different ones are untied."""
+    name, twin = pair.target, pair.target_twin
+    head, embedding = result.found.get(name), result.found.get(twin)
+    if head is None:
+        result.absent.add(name)
+        return
+    if embedding is None:
+        result.found[twin] = replace(head, name=twin)
+        result.notes.append(f"`{twin}` is not stored; its tied twin `{name}` is read in its place")
+        del result.found[name]
+        result.absent.add(name)
+        return
+    result.compared_bytes += head.num_bytes + embedding.num_bytes
+    if same_bytes(head, embedding):
+        result.notes.append(f"`{name}` is bit-equal to its tied twin `{twin}`: one copy is written")
+        result.dropped.append(Fate(name, f"bit-equal to its tied twin `{twin}`"))
+        del result.found[name]
+        result.absent.add(name)
+    else:
+        result.tied = False
+        result.notes.append(
+            f"config.json says that `{name}` is tied to `{twin}`, but they differ: both are kept, and "
+            "tie_word_embeddings is written as false"
+        )
+
+
+def _sort_out_rest(source: Checkpoint, rules: RuleSet, expected: Iterable[str], result: Match) -> None:
+    side = "hf" if rules.dialect == "hf" else "dialect"
+    known = set(expected)
+    for name in source.tensors:
+        if name in known:
+            continue
+        why = rules.ignored(name, side)
+        if why is None:
+            result.unmapped.append(Fate(name, "matches no row of the table"))
+        else:
+            result.ignored.append(Fate(name, why))
+
+
+def _tables(rules: RuleSet) -> str:
+    return " and ".join(f"`{name}`" for name in rules.table_files)
+
+
+def _missing(missing: list[str], rules: RuleSet, result: Match, source: Checkpoint) -> CoverageError:
+    twins = {pair.target: pair.target_twin for pair in rules.ties}
+    if not result.found:
+        return CoverageError(
+            f"no tensor of `{source.path.name}` has a name that {_tables(rules)} expects",
+            items=[f"it has {name}" for name in source.tensors],
+            why=f"this is not a {rules.family} checkpoint in {rules.dialect} naming",
+            hint="name the family with `--model` and the naming with `--from`",
+        )
+    if all(name in twins for name in missing):
+        hint = "if the head is the embedding on purpose, pass `--tie-embeddings`; otherwise get the missing tensor"
+        why = "config.json says the head is not tied to the embedding, and it is not stored"
+    else:
+        prefix = _common_prefix([fate.name for fate in result.unmapped])
+        hint = "get the missing files, or fix config.json if it describes another model"
+        if prefix:
+            hint = f"the {len(result.unmapped)} tensors without a row begin with `{prefix}`; " + hint
+        why = "a model loaded without them would keep random values there"
+    return CoverageError(
+        f"{len(missing)} tensors are missing from `{source.path.name}`", items=missing, why=why, hint=hint
+    )
+
+
+def _common_prefix(names: list[str]) -> str:
+    """Return the dotted words that all names begin with: `model.layers.`, or nothing."""
+    common = []
+    for words in zip(*(name.split(".")[:-1] for name in names), strict=False):
+        if len(set(words)) > 1:
+            break
+        common.append(words[0] + ".")
+    return "".join(common)
+
+
+def _unmapped(unmapped: list[Fate], rules: RuleSet, source: Checkpoint) -> CoverageError:
+    infos = (source.tensors[fate.name] for fate in unmapped)
+    return CoverageError(
+        f"{len(unmapped)} tensors of `{source.path.name}` match no row of {_tables(rules)}",
+        items=[f"{t.name}  {t.shape}  {t.dtype}" for t in infos],
+        why="unmapped tensors would be lost in the output",
+        hint="add a row, add an [[ignore]] with its reason, or pass `--allow-unmapped`",
+    )
+
+
+def _check_shapes(expected: Mapping[str, Shape], found: Mapping[str, TensorInfo], rules: RuleSet) -> None:
+    wrong = [
+        f"{name}  stored {info.shape}, expected {expected[name]}"
+        for name, info in found.items()
+        if info.shape != expected[name]
+    ]
+    if wrong:
+        raise CoverageError(
+            f"{len(wrong)} tensors have another shape than config.json and {_tables(rules)} give",
+            items=wrong,
+            why="config.json and the weights contradict each other; the weights of another model, or cut ones",
+            hint="use the config.json that came with these weights, or name the right family with `--model`",
+        )

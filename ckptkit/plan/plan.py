@@ -1,0 +1,163 @@
+"""The Plan: every output tensor, where its bytes come from, and what becomes of every source tensor.
+
+A plan is complete before the first byte is written. It says what will be in each file, so it can be printed
+(`--dry-run`), proved (`plan/prove.py`), digested (a rerun recognises its own half-done work) and executed
+(`execute.py`). How it is made lives in `plan/build.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ckptkit.formats.base import OutputFile
+from ckptkit.mapping.expr import Expr, Leaf, leaves
+from ckptkit.types import TensorInfo, TensorSpec
+
+PLAN_SCHEMA = 1
+BYTES_PER_SLICE = 4096
+BASE_MEMORY_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """One tensor to be written: `spec`, into file number `file`, as `expr` over source tensors.
+
+    The leaves of `expr` are names in the source checkpoint; `inputs` gives each its place in a file.
+    """
+
+    spec: TensorSpec
+    file: int
+    expr: Expr
+    inputs: Mapping[str, TensorInfo]
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What becomes of a source tensor that no output reads, or of a name that the source lacks."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that a conversion will do.
+
+    `extra` are small files written from memory, `side` the files copied beside the weights (source, name);
+    `ignored`, `dropped` and `unmapped` account for every source tensor that no output reads; `facts` is what the
+    manifest and the report say of families, dialects and tables.
+    """
+
+    outputs: tuple[OutputTensor, ...]
+    files: tuple[OutputFile, ...]
+    extra: Mapping[str, bytes]
+    side: tuple[tuple[Path, str], ...]
+    ignored: tuple[Fate, ...]
+    dropped: tuple[Fate, ...]
+    unmapped: tuple[Fate, ...]
+    notes: tuple[str, ...]
+    facts: Mapping[str, Any]
+    compared_bytes: int = 0
+    sources: tuple[Path, ...] = field(default=())
+
+    @property
+    def num_slices(self) -> int:
+        return sum(1 for output in self.outputs for _ in leaves(output.expr))
+
+    @property
+    def bytes_written(self) -> int:
+        return sum(f.size for f in self.files) + sum(len(b) for b in self.extra.values()) + self.side_bytes
+
+    @property
+    def side_bytes(self) -> int:
+        return sum(path.stat().st_size for path, _ in self.side)
+
+    @property
+    def tensor_bytes(self) -> int:
+        return sum(output.spec.num_bytes for output in self.outputs)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of source tensors that the run reads, comparisons of twins included."""
+        return self.tensor_bytes + self.compared_bytes
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """The promise: anonymous memory stays below this."""
+        return BASE_MEMORY_BYTES + BYTES_PER_SLICE * self.num_slices
+
+    @property
+    def read_amplification(self) -> float:
+        """Bytes read over the bytes of the source tensors used, each counted once."""
+        used = {info.name: info.num_bytes for output in self.outputs for info in output.inputs.values()}
+        total = sum(used.values())
+        return self.bytes_read / total if total else 1.0
+
+    def digest(self) -> str:
+        """Return the xxh3-128 of all that decides the result: outputs, layout, source files and their times."""
+        state = xxhash.xxh3_128()
+        for line in self._canonical():
+            state.update(line.encode())
+            state.update(b"\n")
+        return state.hexdigest()
+
+    def _canonical(self) -> Iterator[str]:
+        yield json.dumps([PLAN_SCHEMA, self.facts], sort_keys=True, default=str)
+        for path in self.sources:
+            stat = path.stat()
+            yield json.dumps([path.name, stat.st_size, stat.st_mtime_ns])
+        for output in self.outputs:
+            yield json.dumps([self.files[output.file].name, *_output_row(output)])
+        for name, data in sorted(self.extra.items()):
+            yield json.dumps([name, xxhash.xxh3_128_hexdigest(data)])
+        for path, name in self.side:
+            yield json.dumps([name, xxhash.xxh3_128_hexdigest(path.read_bytes())])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain data: what `--dry-run --json` prints and `plan.json` holds."""
+        return {
+            "schema": PLAN_SCHEMA,
+            "digest": self.digest(),
+            **self.facts,
+            "summary": self.summary(),
+            "files": [{"name": f.name, "bytes": f.size} for f in self.files],
+            "outputs": [
+                dict(zip(("name", "shape", "dtype", "value"), _output_row(o), strict=True))
+                | {"file": self.files[o.file].name}
+                for o in self.outputs
+            ],
+            "ignored": [[f.name, f.reason] for f in self.ignored],
+            "dropped": [[f.name, f.reason] for f in self.dropped],
+            "unmapped": [[f.name, f.reason] for f in self.unmapped],
+            "side_files": [name for _, name in self.side],
+            "notes": list(self.notes),
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """Return the figures of the plan: counts, bytes, memory, amplification."""
+        return {
+            "tensors": len(self.outputs),
+            "slices": self.num_slices,
+            "tensor_bytes": self.tensor_bytes,
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "read_amplification": round(self.read_amplification, 3),
+        }
+
+
+def _output_row(output: OutputTensor) -> tuple[str, list[int], str, str]:
+    return output.spec.name, list(output.spec.shape), output.spec.dtype, describe(output.expr)
+
+
+def describe(expr: Expr) -> str:
+    """Return `expr` as one line: `Interleave(axis=0, rows=(8, 4, 4))[a, b, c]`."""
+    if isinstance(expr, Leaf):
+        return expr.name
+    return f"{expr.op}[{', '.join(describe(child) for child in expr.children)}]"

@@ -1,0 +1,89 @@
+"""A command's result as data, and as text for a terminal.
+
+Every command returns a `Report`; the command line prints it to stdout, as text or with `--json`. The JSON form is
+`{"schema": 1, "command": ..., "ok": ..., ...data}`; its keys are documented in docs/api.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+REPORT_SCHEMA = 1
+_SHOWN_ROWS = 12
+
+
+@dataclass(slots=True)
+class Report:
+    """What a command did or found.
+
+    `rows` are (label, text) lines for people, `data` is the same for programs. `exit_code` is 0, or 1 when a
+    difference was found.
+    """
+
+    command: str
+    headline: str
+    rows: list[tuple[str, str]] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+    exit_code: int = 0
+
+    def add(self, label: str, text: str) -> None:
+        self.rows.append((label, text))
+
+    def to_json(self) -> str:
+        head = {"schema": REPORT_SCHEMA, "command": self.command, "ok": self.exit_code == 0}
+        return json.dumps(head | self.data, indent=1, ensure_ascii=False)
+
+    def to_text(self) -> str:
+        width = max((len(label) for label, _ in self.rows), default=0)
+        lines = [self.headline]
+        last = None
+        for label, text in self.rows:
+            shown = "" if label == last else label
+            lines.append(f"  {shown:<{width}}  {text}".rstrip())
+            last = label
+        return "\n".join(lines)
+
+
+def fold_names(names: Iterable[str]) -> list[tuple[str, int]]:
+    """Fold names that differ in numbers only: `layers.{0..31}.wq` stands for 32; (pattern, count), first seen first.
+
+    A set of numbers with gaps is listed, not spanned: `{0,2,5}`.
+    """
+    groups: dict[str, list[tuple[int, ...]]] = {}
+    for name in names:
+        numbers = tuple(int(n) for n in re.findall(r"(?<![^.])\d+(?![^.])", name))
+        groups.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "{}", name), []).append(numbers)
+    folded = []
+    for pattern, rows in groups.items():
+        spans = [_span(sorted(set(column))) for column in zip(*rows, strict=True)]
+        folded.append((pattern.format(*spans) if spans else pattern, len(rows)))
+    return folded
+
+
+def _span(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
+    if list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{{{numbers[0]}..{numbers[-1]}}}"
+    shown = [str(n) for n in numbers[:6]] + (["..."] if len(numbers) > 6 else [])
+    return "{" + ",".join(shown) + "}"
+
+
+def human_bytes(count: int) -> str:
+    """Return a byte count as people write it: `269.1 MB` (powers of 1000)."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 1000 or unit == "TB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    raise AssertionError("unreachable")
+
+
+def listed(items: Sequence[str]) -> list[str]:
+    """Return at most a dozen items, then a count of the rest."""
+    rest = len(items) - _SHOWN_ROWS
+    return [*items[:_SHOWN_ROWS], *([f"... and {rest} more"] if rest > 0 else [])]

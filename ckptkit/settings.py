@@ -1,0 +1,52 @@
+"""`ckptkit.toml` in the working folder: defaults for options, so that a runbook is a few short commands.
+
+    [convert]
+    src = "hub/Llama-2-7b-hf"
+    dst = "ms/llama2-7b"
+    format = "ckpt"
+    max-shard-size = "2GB"
+
+A table for each command; keys are the long options without dashes, and `src`, `dst`, `path` for the arguments.
+What is typed on the command line wins.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import UsageError
+
+SETTINGS_FILE = "ckptkit.toml"
+
+
+def default_map(path: Path, root: Any) -> dict[str, dict[str, Any]]:
+    """Return a default map for typer's command `root`, {} without a file; UsageError names a key that no option has."""
+    if not path.is_file():
+        return {}
+    try:
+        settings = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"`{path}` is not valid TOML: {error}") from None
+    commands = root.commands
+    return {name: _command_defaults(path, name, table, commands.get(name)) for name, table in settings.items()}
+
+
+def _command_defaults(path: Path, name: str, table: object, command: Any) -> dict[str, Any]:
+    if command is None or not isinstance(table, dict):
+        raise UsageError(
+            f"`{path}`: `{name}` is not a command", hint="write a table for each command: `[convert]` and so on"
+        )
+    known = {}
+    for parameter in command.params:
+        words = [o.lstrip("-") for o in parameter.opts] if parameter.param_type_name == "option" else [parameter.name]
+        known.update({word: parameter.name for word in words if word})
+    unknown = [key for key in table if key not in known]
+    if unknown:
+        raise UsageError(
+            f"`{path}`: `[{name}]` has keys that `ckptkit {name}` does not know",
+            items=unknown,
+            hint="known keys: " + ", ".join(sorted(known)),
+        )
+    return {str(known[key]): value for key, value in table.items()}

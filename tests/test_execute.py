@@ -1,0 +1,179 @@
+"""The contract: whatever the tile size, every output's bytes are its expression's, put once, and digested."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from ckptkit import execute as execute_module
+from ckptkit.errors import CorruptError
+from ckptkit.execute import execute, group_jobs, tile_shapes, tiles
+from ckptkit.formats.io import FilePool
+from ckptkit.mapping.expr import Expr, Leaf, evaluate, invert, node
+from ckptkit.mapping.groups import Interleave
+from ckptkit.mapping.ops import Concat, Stack, Transpose
+from ckptkit.plan.plan import OutputTensor, Plan
+from ckptkit.types import Extent, Region, TensorInfo, TensorSpec
+
+
+class MemorySink:
+    """Keep every byte that is put, and count how often."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.data = [bytearray(o.spec.num_bytes) for o in plan.outputs]
+        self.times = [np.zeros(o.spec.num_bytes, np.uint8) for o in plan.outputs]
+        self.digests: dict[int, str | None] = {}
+        self._lock = threading.Lock()
+
+    def put(self, output: int, offset: int, data: memoryview) -> None:
+        with self._lock:
+            self.data[output][offset : offset + len(data)] = data
+            self.times[output][offset : offset + len(data)] += 1
+
+    def finish(self, output: int, digest: str | None) -> None:
+        assert output not in self.digests
+        self.digests[output] = digest
+
+
+def store(folder: Path, arrays: dict[str, np.ndarray[Any, Any]], *, pieces: int = 1) -> dict[str, TensorInfo]:
+    """Write arrays one after another into a file, each in so many pieces with a gap between them."""
+    infos, data = {}, bytearray(b"head")
+    for name, array in arrays.items():
+        raw = array.tobytes()
+        step = -(-len(raw) // pieces)
+        extents = []
+        for start in range(0, len(raw), step):
+            piece = raw[start : start + step]
+            extents.append(Extent(len(data), len(piece)))
+            data += piece + b"gap"
+        infos[name] = TensorInfo(name, array.shape, "BF16", folder / "source", tuple(extents))
+    (folder / "source").write_bytes(data)
+    return infos
+
+
+def make_plan(infos: dict[str, TensorInfo], exprs: Sequence[tuple[str, Expr]]) -> Plan:
+    outputs = tuple(OutputTensor(TensorSpec(name, expr.shape, "BF16"), 0, expr, infos) for name, expr in exprs)
+    return Plan(outputs, (), {}, (), (), (), (), (), {})
+
+
+def whole(expr: Expr, arrays: dict[str, np.ndarray[Any, Any]]) -> bytes:
+    value = evaluate(expr, Region.whole(expr.shape), lambda leaf, box: arrays[leaf.name][box.slices()])
+    return np.ascontiguousarray(value).tobytes()
+
+
+def random_arrays(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(0)
+    return {name: rng.integers(0, 1 << 16, shape, dtype=np.uint16) for name, shape in shapes.items()}
+
+
+def fused() -> tuple[dict[str, np.ndarray[Any, Any]], list[tuple[str, Expr]]]:
+    arrays = random_arrays({"q": (24, 6), "k": (8, 6), "v": (8, 6), "g": (10, 6), "u": (10, 6), "e0": (4, 6), "e1": (4, 6)})
+    leaf = {name: Leaf(name, array.shape) for name, array in arrays.items()}
+    exprs = [
+        ("qkv", node(Interleave(0, (6, 2, 2)), [leaf["q"], leaf["k"], leaf["v"]])),
+        ("gate_up", node(Interleave(0, (1, 1)), [leaf["g"], leaf["u"]])),
+        ("experts", node(Transpose((0, 2, 1)), [node(Stack(0, 2), [leaf["e0"], leaf["e1"]])])),
+        ("plain", node(Concat(0), [leaf["q"], leaf["k"]])),
+        ("same", leaf["v"]),
+    ]
+    return arrays, exprs
+
+
+@pytest.mark.parametrize("tile_bytes", [1, 24, 60, 100, 1 << 20])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_every_byte_is_put_once_and_is_the_expressions(
+    tmp_path: Path, tile_bytes: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execute_module, "TILE_BYTES", tile_bytes)
+    monkeypatch.setattr(execute_module, "BLOCK_BYTES", 32)
+    arrays, exprs = fused()
+    plan = make_plan(store(tmp_path, arrays, pieces=3), exprs)
+    sink = MemorySink(plan)
+    execute(plan, sink, workers=workers)
+    for number, (_, expr) in enumerate(exprs):
+        wanted = whole(expr, arrays)
+        assert bytes(sink.data[number]) == wanted
+        assert (sink.times[number] == 1).all()
+        assert sink.digests[number] in (None, xxhash.xxh3_128_hexdigest(wanted))
+
+
+@pytest.mark.parametrize("tile_bytes", [216, 432, 1 << 20])
+def test_the_parts_of_a_fused_tensor_are_made_from_one_reading(
+    tmp_path: Path, tile_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execute_module, "TILE_BYTES", tile_bytes)
+    arrays, exprs = fused()
+    qkv = exprs[0][1]
+    stored = {"qkv": np.frombuffer(whole(qkv, arrays), np.uint16).reshape(qkv.shape)}
+    parts = [(leaf.name, part) for leaf, part in invert(qkv, Leaf("qkv", qkv.shape))]
+    plan = make_plan(store(tmp_path, stored), parts)
+    assert group_jobs(plan) == [(0, 1, 2)]
+    count = 0
+    original = FilePool.pread_into
+
+    def counted(self: FilePool, path: Path, offset: int, data: memoryview) -> None:
+        nonlocal count
+        count += len(data)
+        original(self, path, offset, data)
+
+    monkeypatch.setattr(FilePool, "pread_into", counted)
+    sink = MemorySink(plan)
+    execute(plan, sink)
+    assert count == stored["qkv"].nbytes
+    for number, (name, _) in enumerate(parts):
+        assert bytes(sink.data[number]) == arrays[name].tobytes()
+
+
+def test_digests_are_left_out_when_not_wanted(tmp_path: Path) -> None:
+    arrays, exprs = fused()
+    plan = make_plan(store(tmp_path, arrays), exprs)
+    sink = MemorySink(plan)
+    execute(plan, sink, digests=False)
+    assert set(sink.digests.values()) == {None}
+
+
+def test_a_source_that_broke_its_manifests_promise_is_refused(tmp_path: Path) -> None:
+    arrays = random_arrays({"v": (8, 6)})
+    plan = make_plan(store(tmp_path, arrays), [("same", Leaf("v", (8, 6)))])
+    execute(plan, MemorySink(plan), source_digests={"v": xxhash.xxh3_128_hexdigest(arrays["v"].tobytes())})
+    with pytest.raises(CorruptError, match="not what its manifest promises"):
+        execute(plan, MemorySink(plan), source_digests={"v": "0" * 32})
+
+
+def test_the_first_error_of_a_worker_stops_the_others(tmp_path: Path) -> None:
+    arrays, exprs = fused()
+    infos = store(tmp_path, arrays)
+    source = tmp_path / "source"
+    source.write_bytes(source.read_bytes()[:-40])
+    plan = make_plan(infos, exprs)
+    with pytest.raises(CorruptError, match="shrank"):
+        execute(plan, MemorySink(plan), workers=3)
+
+
+def test_progress_adds_up_to_all_bytes(tmp_path: Path) -> None:
+    arrays, exprs = fused()
+    plan = make_plan(store(tmp_path, arrays), exprs)
+    told: list[int] = []
+    execute(plan, MemorySink(plan), workers=1, progress=told.append)
+    assert sum(told) == plan.tensor_bytes
+
+
+def test_tiles_cover_a_shape_once() -> None:
+    seen = np.zeros((7, 5, 3), np.uint8)
+    for region in tiles((7, 5, 3), (2, 3, 3)):
+        seen[region.slices()] += 1
+    assert (seen == 1).all()
+
+
+def test_a_tile_stays_within_the_budget_where_the_ops_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execute_module, "TILE_BYTES", 4096)
+    leaf = Leaf("x", (1000, 1000))
+    output = OutputTensor(TensorSpec("x", leaf.shape, "BF16"), 0, node(Transpose((1, 0)), [leaf]), {})
+    (tile,) = tile_shapes([output])
+    assert np.prod(tile) * 2 <= 4096

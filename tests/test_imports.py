@@ -1,0 +1,72 @@
+"""The contract: imports point one way (docs/architecture.md), so that each room can be understood by itself."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "ckptkit"
+# a module may import modules of a lower level, and of its own room
+LEVELS = {
+    "cli": 7, "__main__": 8, "commands": 6, "settings": 6, "execute": 4, "plan": 3,
+    "mapping": 2, "layout": 2, "formats": 2, "types": 1, "report": 1, "errors": 0, "": 0,
+}  # fmt: skip
+FRAMEWORKS = {"torch", "mindspore", "mindformers", "transformers", "safetensors"}
+
+
+def room(module: str) -> str:
+    return module.removeprefix("ckptkit").removeprefix(".").split(".")[0]
+
+
+def imports(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield node.module or ""
+
+
+def faults(module: str, source: str) -> list[str]:
+    """Return the imports of `module` that point the wrong way, or to a framework."""
+    found = []
+    here = room(module)
+    for name in imports(source):
+        if name.split(".")[0] in FRAMEWORKS:
+            found.append(f"{module} imports {name}")
+        if name.split(".")[0] == "ckptkit" and here and room(name) != here and LEVELS[room(name)] >= LEVELS[here]:
+            found.append(f"{module} imports {name}")
+    return found
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_module_imports_only_what_is_below_it(path: Path) -> None:
+    module = ".".join(("ckptkit", *path.relative_to(PACKAGE).with_suffix("").parts))
+    assert faults(module.removesuffix(".__init__"), path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import torch", "from ckptkit.plan.plan import Plan", "from ckptkit.mapping.rules import Rule", "import ckptkit.cli"],
+)
+def test_a_wrong_import_is_seen(source: str) -> None:
+    assert faults("ckptkit.formats.io", source)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["convert", "--help"], ["inspect", "nothing_here"]])
+def test_help_and_inspect_do_without_numpy_and_frameworks(arguments: list[str], tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom ckptkit.cli import run\nrun(sys.argv[1:])\n"
+        f"print('loaded:', sorted({FRAMEWORKS | {'numpy'}!r} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "loaded: []"
