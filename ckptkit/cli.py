@@ -120,12 +120,13 @@ def inspect_command(
     ] = None,
     table: Table = None,
     all_tensors: Annotated[bool, typer.Option("--all", help="List every tensor.")] = False,
+    step: Annotated[int | None, typer.Option("--step", help="The step to take when rank folders hold several.")] = None,
     as_json: Json = False,
 ) -> None:
     """Say what a checkpoint holds, from its headers alone."""
     from ckptkit.commands.inspect import inspect
 
-    emit(inspect(path, expect=expect, table=table or (), all_tensors=all_tensors), as_json)
+    emit(inspect(path, expect=expect, table=table or (), all_tensors=all_tensors, step=step), as_json)
 
 
 @app.command("check")

@@ -9,7 +9,6 @@ clients/mcore_standins.py.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clients.run import run_client
+from clients.run import relative_difference, run_jobs
 from safetensors.numpy import load_file, save_file
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(600)]
@@ -74,11 +73,23 @@ def experts_in_text_order(arrays: Arrays) -> None:
         arrays[name] = arrays[name].reshape(EXPERTS, -1)[order].reshape(arrays[name].shape)
 
 
-def without_final_norm(arrays: Arrays) -> None:
+def lose_final_norm(arrays: Arrays) -> None:
     """Lose one weight and gain another."""
     arrays["decoder.another.weight"] = arrays.pop("decoder.final_layernorm.weight")
 
 
+# Model, options of `ckptkit convert`, settings of the network.
+CONVERSIONS: dict[str, tuple[str, tuple[str, ...], dict[str, bool]]] = {
+    "tied": ("tied", (), {}),
+    "untied": ("untied", (), {}),
+    "moe": ("moe", (), {}),
+    "ckpt": ("tied", ("--format", "ckpt"), {}),
+    "contiguous": (
+        "untied",
+        ("--variant", "contiguous"),
+        {"use_contiguous_weight_layout_attention": True, "use_interleaved_weight_layout_mlp": False},
+    ),
+}
 SCRAMBLES: dict[str, tuple[str, Callable[[Arrays], None]]] = {
     "plain-qkv": ("tied", plain_qkv),
     "plain-gate-up": ("tied", plain_gate_up),
@@ -107,7 +118,7 @@ def convert(source: Path, result: Path, *options: str) -> None:
     subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True, timeout=120)
 
 
-def scrambled(source: Path, result: Path, change: Callable[[Arrays], None]) -> None:
+def scramble(source: Path, result: Path, change: Callable[[Arrays], None]) -> None:
     arrays = load_file(source / "part0.safetensors")
     change(arrays)
     result.mkdir()
@@ -115,45 +126,33 @@ def scrambled(source: Path, result: Path, change: Callable[[Arrays], None]) -> N
 
 
 class Runs:
-    """What both frameworks made of the tiny models: reports and logits (B, T, vocabulary) by run."""
+    """What both frameworks made of the tiny models: a Result by run, and the model of each run."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.model_of = {name: name for name in MODELS}
         ids = np.random.default_rng(3).integers(0, DIMS["vocab_size"], (2, 11)).tolist()
-        (folder / "ids.json").write_text(json.dumps(ids))
         for name in MODELS:
             make_hf(name, folder / f"{name}-hf")
-            convert(folder / f"{name}-hf", folder / name)
-        convert(folder / "tied-hf", folder / "ckpt", "--format", "ckpt")
-        self.model_of["ckpt"] = "tied"
-        for name, (model, change) in {**SCRAMBLES, "without-final-norm": ("moe", without_final_norm)}.items():
-            scrambled(folder / model, folder / name, change)
-            self.model_of[name] = model
-        self.hf = self.run("hf_logits.py", [self.hf_job(name) for name in MODELS])
-        self.ms = self.run("mindformers_mcore_logits.py", [self.ms_job(name) for name in self.model_of])
-
-    def hf_job(self, name: str) -> dict[str, str]:
-        return {"name": name, "folder": str(self.folder / f"{name}-hf"), **self.ends(f"{name}-hf")}
-
-    def ms_job(self, name: str) -> dict[str, str]:
-        found = sorted((self.folder / name).glob("*.ckpt"))
-        checkpoint = found[0] if found else self.folder / name
-        config = self.folder / f"{self.model_of[name]}-hf"
-        return {"name": name, "checkpoint": str(checkpoint), "config": str(config), **self.ends(name)}
-
-    def ends(self, name: str) -> dict[str, str]:
-        return {"ids": str(self.folder / "ids.json"), "out": str(self.folder / f"{name}.npz")}
-
-    def run(self, script: str, jobs: list[dict[str, str]]) -> dict[str, Any]:
-        file = self.folder / f"{script}.json"
-        file.write_text(json.dumps(jobs))
-        return run_client(script, "--jobs", str(file), timeout=300)
+        for name, (model, options, _) in CONVERSIONS.items():
+            convert(folder / f"{model}-hf", folder / name, *options)
+        for name, (model, change) in {**SCRAMBLES, "lost-norm": ("moe", lose_final_norm)}.items():
+            scramble(folder / model, folder / name, change)
+        self.model_of = {name: model for name, (model, *_) in {**CONVERSIONS, **SCRAMBLES}.items()}
+        self.model_of["lost-norm"] = "moe"
+        hf_jobs = [{"name": name, "folder": folder / f"{name}-hf"} for name in MODELS]
+        ms_jobs = [
+            {
+                "name": name,
+                "checkpoint": next((folder / name).glob("*.ckpt"), folder / name),
+                "config": folder / f"{model}-hf",
+                "settings": CONVERSIONS[name][2] if name in CONVERSIONS else {},
+            }
+            for name, model in self.model_of.items()
+        ]
+        self.hf = run_jobs("hf_logits", hf_jobs, ids, timeout=300)
+        self.ms = run_jobs("mindformers_mcore_logits", ms_jobs, ids, timeout=300)
 
     def difference(self, name: str) -> float:
-        """Return the largest difference from transformers' logits, relative to the largest of them."""
-        with np.load(self.folder / f"{self.model_of[name]}-hf.npz") as hf, np.load(self.folder / f"{name}.npz") as ms:
-            return float(np.abs(ms["logits"] - hf["logits"]).max() / np.abs(hf["logits"]).max())
+        return relative_difference(self.ms[name].logits, self.hf[self.model_of[name]].logits)
 
 
 @pytest.fixture(scope="module")
@@ -161,29 +160,28 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("mcore"))
 
 
-@pytest.mark.parametrize("name", [*MODELS, "ckpt"])
+@pytest.mark.parametrize("name", CONVERSIONS)
 def test_every_name_and_shape_is_the_networks_own_and_none_is_left_over(runs: Runs, name: str) -> None:
-    report = runs.ms[name]
+    report, model = runs.ms[name].report, runs.model_of[name]
     assert report["not_loaded"] == report["unused"] == report["mismatched"] == []
-    assert len(report["parameters"]) - len(report["not_loaded_benign"]) == 3 - (
-        runs.model_of[name] == "tied"
-    ) + LAYERS * (9 if name == "moe" else 8)
+    expected = LAYERS * (9 if model == "moe" else 8) + (2 if model == "tied" else 3)
+    assert len(report["parameters"]) - len(report["not_loaded_benign"]) == expected
 
 
-@pytest.mark.parametrize("name", [*MODELS, "ckpt"])
+@pytest.mark.parametrize("name", CONVERSIONS)
 def test_mindformers_computes_the_logits_of_transformers(runs: Runs, name: str) -> None:
     assert runs.difference(name) < 1e-5
 
 
 @pytest.mark.parametrize("name", SCRAMBLES)
 def test_another_order_of_the_weights_has_the_same_names_and_other_logits(runs: Runs, name: str) -> None:
-    report = runs.ms[name]
+    report = runs.ms[name].report
     assert report["not_loaded"] == report["unused"] == report["mismatched"] == []
-    assert runs.difference(name) > 0.1
+    assert 0.1 < runs.difference(name) < float("inf")
 
 
-def test_a_weight_that_is_not_loaded_is_reported_and_makes_the_logits_nan(runs: Runs) -> None:
-    report = runs.ms["without-final-norm"]
+def test_a_weight_that_is_not_loaded_is_reported_and_leaves_no_finite_logit(runs: Runs) -> None:
+    report = runs.ms["lost-norm"].report
     assert report["not_loaded"] == ["decoder.final_layernorm.weight"]
     assert report["unused"] == ["decoder.another.weight"]
-    assert np.isnan(runs.difference("without-final-norm"))
+    assert np.isnan(runs.ms["lost-norm"].logits).all()

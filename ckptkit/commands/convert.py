@@ -77,7 +77,7 @@ def convert(
     options = Options(dry_run, overwrite, workers, digests, Path(plan_file) if plan_file else None)
     src, dst = Path(src), Path(dst)
     started = time.perf_counter()
-    source = open_source(src)
+    source = open_source(src, unwrapped=True)
     check_target(dst, [src, *source.checkpoint.files], overwrite=options.overwrite or options.dry_run)
     settings, side = find_config(source, Path(config) if config else None)
     tables = load_tables([Path(t) for t in table])

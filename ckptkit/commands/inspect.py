@@ -13,6 +13,7 @@ from ckptkit.commands.source import Source, open_source
 from ckptkit.errors import CoverageError, UsageError
 from ckptkit.formats.base import Checkpoint
 from ckptkit.formats.model_config import read_config
+from ckptkit.formats.rank_folders import RankSet, find_ranks, open_ranks
 from ckptkit.mapping.tables import Tables, load_tables
 from ckptkit.report import Report, fold_names, human_bytes, listed
 
@@ -23,14 +24,19 @@ def inspect(
     expect: str | Path | None = None,
     table: Sequence[str | Path] = (),
     all_tensors: bool = False,
+    step: int | None = None,
 ) -> Report:
     """Describe the checkpoint at `path`: format, naming, tensors, sizes, what is odd about it.
 
     `expect` is a JSON file of the tensors that must be there: a list of names, or an object of name -> shape
     (null for any); CoverageError when one is missing, unexpected or misshapen. `all_tensors` lists each tensor in
-    the text; the data always has all of them. Reads headers only.
+    the text; the data always has all of them. A folder of `rank_N` folders is described rank by rank, at the newest
+    step or at `step`. Reads headers only.
     """
-    source = open_source(Path(path))
+    path = Path(path)
+    if path.is_dir() and (ranks := find_ranks(path)):
+        return _inspect_ranks(open_ranks(path, step=step), len(ranks), expect, all_tensors)
+    source = open_source(path)
     checkpoint = source.checkpoint
     if expect is not None:
         _compare_with_expected(checkpoint, Path(expect))
@@ -51,6 +57,29 @@ def inspect(
         report.add("note", note)
     if expect is not None:
         report.add("expected", f"all {len(checkpoint.tensors)} tensors are as `{expect}` says")
+    return report
+
+
+def _inspect_ranks(ranks: RankSet, count: int, expect: str | Path | None, all_tensors: bool) -> Report:
+    """Describe a sharded checkpoint: each rank's file, and the tensors of rank 0."""
+    if expect is not None:
+        for checkpoint in ranks.ranks.values():
+            _compare_with_expected(checkpoint, Path(expect))
+    report = Report("inspect", f"`{ranks.folder}`")
+    report.data = {"path": str(ranks.folder), "ranks": {str(r): _data(c) for r, c in ranks.ranks.items()}}
+    report.add("format", f"{ranks.ranks[0].kind}, sharded over {count} rank(s)")
+    rows = [
+        f"rank_{rank}  {checkpoint.files[0].name}  {len(checkpoint.tensors)} tensors, {human_bytes(_file_bytes(checkpoint))}"
+        for rank, checkpoint in ranks.ranks.items()
+    ]
+    for text in listed(rows):
+        report.add("ranks", text)
+    names = {frozenset(checkpoint.tensors) for checkpoint in ranks.ranks.values()}
+    report.add("names", "every rank has the same" if len(names) == 1 else f"{len(names)} different sets (stages)")
+    for text in _tensor_rows(ranks.ranks[0], all_tensors):
+        report.add("rank_0", text)
+    for note in (*ranks.notes, *(note for c in ranks.ranks.values() for note in c.notes)):
+        report.add("note", note)
     return report
 
 

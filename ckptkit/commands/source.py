@@ -12,6 +12,7 @@ from ckptkit.formats.base import Checkpoint
 from ckptkit.formats.manifest import compare_with_manifest, read_manifest
 from ckptkit.formats.model_config import read_config, side_files
 from ckptkit.formats.registry import open_checkpoint
+from ckptkit.formats.wrappers import unwrap
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +29,18 @@ class Source:
         return {name: row["xxh3_128"] for name, row in rows.items() if row.get("xxh3_128")}
 
 
-def open_source(path: Path) -> Source:
-    """Open a checkpoint and, in a folder of ours, compare names, shapes and dtypes with the manifest."""
+def open_source(path: Path, *, unwrapped: bool = False) -> Source:
+    """Open a checkpoint and, in a folder of ours, compare names, shapes and dtypes with the manifest.
+
+    `unwrapped` takes the prefixes of training wrappers off the names.
+    """
     if not path.exists() and not path.is_symlink():
         raise UsageError(f"no such file or folder: `{path}`")
     checkpoint = open_checkpoint(path)
     manifest = read_manifest(path) if path.is_dir() else None
     if manifest is not None:
         compare_with_manifest(checkpoint, manifest)
-    return Source(checkpoint, manifest)
+    return Source(unwrap(checkpoint) if unwrapped else checkpoint, manifest)
 
 
 def find_config(source: Source, given: Path | None) -> tuple[dict[str, Any], list[Path]]:

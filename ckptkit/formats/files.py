@@ -11,7 +11,8 @@ import gc
 import json
 import os
 import re
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,14 @@ def opened(file: Path) -> Iterator[int]:
 def open_descriptor(file: Path) -> int:
     """Return a descriptor open for reading; the errors are those of `opened`."""
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block
     except OSError as error:
         raise open_error(file, error) from error
-    if file.is_dir():
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise UsageError(f"`{file}` is a folder, not a file")
+        what = "a folder" if stat.S_ISDIR(mode) else "a pipe or device"
+        raise UsageError(f"`{file}` is {what}, not a regular file")
     return descriptor
 
 
@@ -178,6 +181,12 @@ def describe(head: bytes) -> str:
         if head.startswith(magic):
             return words
     return "a safetensors file" if head[8:9] == b"{" else ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names for a note: the first five, then a count."""
+    shown = ", ".join(f"`{name}`" for name in names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
 def read_json_object(file: Path) -> dict[str, Any]:

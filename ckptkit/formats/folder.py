@@ -87,7 +87,7 @@ def with_notes(folder: Path, selection: Selection, used: Sequence[Path]) -> tupl
         reason = _reason(name, selection)
         if reason:
             reasons.setdefault(reason, []).append(name)
-    return (*selection.notes, *(f"{listed(found)} {reason}" for reason, found in reasons.items()))
+    return (*selection.notes, *(f"{files.listed(found)} {reason}" for reason, found in reasons.items()))
 
 
 def _reason(name: str, selection: Selection) -> str:
@@ -153,12 +153,6 @@ def refuse_sharded(folder: Path) -> None:
             why="its parts are slices of tensors; `ckptkit reshard` puts them together",
             hint="name one file to read a single rank as it is",
         )
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return names for a note: the first five, then a count."""
-    shown = ", ".join(f"`{name}`" for name in names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
 def _from_index(folder: Path, names: Sequence[str]) -> Selection | None:

@@ -231,5 +231,5 @@ def _drop_duplicates(file: Path, tensors: Sequence[TensorInfo]) -> tuple[list[Te
                 hint="save the checkpoint again with unique names",
             )
         equal.append(tensor.name)
-    notes = [f"`{file.name}`: {len(equal)} duplicate records with equal bytes: {', '.join(equal[:5])}"] if equal else []
+    notes = [f"`{file.name}`: duplicate records with equal bytes: {files.listed(equal)}"] if equal else []
     return list(kept.values()), notes

@@ -62,7 +62,7 @@ def rope_scaling(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def config_dtype(config: Mapping[str, Any]) -> str | None:
     """Return the dtype that the config states, as torch names it (`bfloat16`), or None."""
-    value = config.get("dtype", config.get("torch_dtype"))
+    value = config.get("dtype") or config.get("torch_dtype")
     return value.removeprefix("torch.") if isinstance(value, str) else None
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from ckptkit.errors import CorruptError, UsageError
 from ckptkit.formats import files, mindspore_ckpt, safetensors
 from ckptkit.formats.base import Checkpoint, FileIndex, OutputFile
-from ckptkit.formats.folder import HF_INDEX, NAME_MAP, Selection, is_index, listed, select, with_notes
+from ckptkit.formats.folder import HF_INDEX, NAME_MAP, Selection, is_index, select, with_notes
 from ckptkit.formats.weight_map import apply_map, find_files, read_weight_map
 from ckptkit.types import TensorInfo, TensorSpec
 
@@ -82,7 +82,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         tensors, notes = apply_map(weights, [index for index in indexes if index.file.name in named])
         extra, more = _join([index for index in indexes if index.file.name not in named])
         notes += more
-        notes += [f"{listed([n])} is in `{extra[n].file.name}` too; the index decides" for n in extra if n in tensors]
+        twice = [name for name in extra if name in tensors]
+        notes += [f"{files.listed(twice)}: also in a file that the index does not name"] if twice else []
         tensors = extra | tensors
     metadata, odd = _join_metadata(indexes)
     notes = [note for index in indexes for note in index.notes] + notes + odd
@@ -124,7 +125,7 @@ def _join(indexes: Sequence[FileIndex]) -> tuple[dict[str, TensorInfo], list[str
                     hint="remove one file, or add an index",
                 )
             equal.append(tensor.name)
-    return tensors, [f"{len(equal)} equal copies of tensors passed over: {listed(equal)}"] if equal else []
+    return tensors, [f"{len(equal)} equal copies of tensors passed over: {files.listed(equal)}"] if equal else []
 
 
 def _same(a: TensorInfo, b: TensorInfo) -> bool:
@@ -141,7 +142,7 @@ def _join_metadata(indexes: Sequence[FileIndex]) -> tuple[dict[str, str], list[s
     odd: set[str] = set()
     for index in indexes:
         odd |= {key for key, value in index.metadata.items() if metadata.setdefault(key, value) != value}
-    return metadata, [f"the files' metadata differ in {listed(sorted(odd))}"] if odd else []
+    return metadata, [f"the files' metadata differ in {files.listed(sorted(odd))}"] if odd else []
 
 
 def lay_out_checkpoint(

@@ -197,7 +197,9 @@ def _tensors(file: Path, header: Mapping[str, Any], start: int, size: int) -> tu
                 if type(length) is not int or length < 0:
                     raise ValueError
                 count *= length
-            if type(shape) is not list or type(begin) is not int or type(end) is not int or end - begin != count:
+            if type(shape) is not list or type(begin) is not int or type(end) is not int:
+                raise ValueError
+            if begin < 0 or end - begin != count:
                 raise ValueError
         except (TypeError, KeyError, ValueError):
             raise _bad_entry(file, name, entry) from None

@@ -22,7 +22,7 @@ from ckptkit.formats.torch_objects import (
 )
 from ckptkit.types import DTYPES
 
-MAX_COPIED_ITEMS = 1 << 22
+MAX_COPIED_ITEMS = 1 << 20
 
 
 def _view(builder: Builder, args: tuple[object, ...], dtype: str | None) -> TensorView:

@@ -141,9 +141,11 @@ class Machine:
         self.foreign[name] = None
         return Foreign(name)
 
-    def named(self, value: object) -> str:
-        """Return the name of a callable value, for a refusal."""
-        return value.name if isinstance(value, Foreign | Global) else f"a {type(value).__name__}"
+    def call_refusal(self, function: object, method: str = "") -> CorruptError:
+        """Return the error for a call of `function`, or of its `method`, that the table does not have."""
+        if isinstance(function, Foreign | Global):
+            return self.refusal("run", function.name + method)
+        return self.error(f"calls a {type(function).__name__}, which is not a function")
 
     def call(self, function: object, args: object) -> object:
         """Return the result of REDUCE: from the table, or the longer name that `getattr` would give."""
@@ -155,16 +157,15 @@ class Machine:
             owner, attribute = args if len(args) == 2 else (None, None)
             if isinstance(owner, Foreign | Global) and type(attribute) is str:
                 return self.unknown(f"{owner.name}.{attribute}")
-        raise self.refusal("run", self.named(function))
+        raise self.call_refusal(function)
 
     def build(self, target: object, state: object) -> None:
         """Accept the attributes of a container (BUILD), which hold no tensor of a state dict; refuse all else."""
-        if type(target) is dict:
-            self.builder.set_aside(state)
-        elif isinstance(target, TensorView | OddTensor):
+        if isinstance(target, TensorView | OddTensor):
             raise self.refusal("run", "torch.Tensor.__setstate__")
-        else:
-            raise self.refusal("run", f"{self.named(target)}.__setstate__")
+        if type(target) is not dict:
+            raise self.call_refusal(target, ".__setstate__")
+        self.builder.set_aside(state)
 
     def put_pairs(self, pairs: list[object]) -> None:
         """Store key, value, key, value ... in the dict on top of the stack."""

@@ -186,7 +186,7 @@ def _file_index(
     return FileIndex(file.path, tuple(infos), {}, tuple(notes))
 
 
-def _tensor_info(path: Path, file: OpenFile, name: str, tensor: TensorView, places: dict[str, Extent]) -> TensorInfo:
+def _tensor_info(file: OpenFile, name: str, tensor: TensorView, places: dict[str, Extent]) -> TensorInfo:
     """Return where a tensor lies; CorruptError when its view leaves its storage."""
     dtype = DTYPE_OF_TORCH[tensor.dtype]
     item, storage, shape, strides = item_bytes(dtype), tensor.storage, tensor.shape, tensor.strides

@@ -86,12 +86,12 @@ def _refuse_opcode(machine: Machine) -> None:
     code = machine.data[machine.at - 1]
     if code == pickle.INST[0]:
         machine.name(machine.line(), machine.line())
-        raise machine.refusal("run", machine.named(machine.stack.pop()))
+        raise machine.call_refusal(machine.stack.pop())
     if code == pickle.OBJ[0]:
         values = machine.since_mark() or [None]
-        raise machine.refusal("run", machine.named(values[0]))
+        raise machine.call_refusal(values[0])
     if code in (pickle.NEWOBJ[0], pickle.NEWOBJ_EX[0]):
-        raise machine.refusal("run", machine.named(machine.stack[-2 if code == pickle.NEWOBJ[0] else -3]))
+        raise machine.call_refusal(machine.stack[-2 if code == pickle.NEWOBJ[0] else -3])
     for opcode, layout in ((pickle.EXT1, _U1), (pickle.EXT2, _U2), (pickle.EXT4, _U4)):
         if code == opcode[0]:
             raise machine.refusal("import", f"copyreg extension {machine.number(layout)}")

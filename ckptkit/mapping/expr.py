@@ -74,15 +74,16 @@ def evaluate(expr: Expr, region: Region, read: Read) -> Array:
         return np.empty(region.shape, nothing.dtype)
     if isinstance(expr, Leaf):
         return read(expr, region)
-    pulled = expr.op.pull(region, [child.shape for child in expr.children])
-    if not any(box.size for box in pulled):  # all of it is padding
-        arrays = [evaluate(c, box, read) for c, box in zip(expr.children, pulled, strict=True)]
-    else:
-        arrays = [
-            evaluate(c, box, read) if box.size else np.empty(box.shape, np.uint8)
-            for c, box in zip(expr.children, pulled, strict=True)
-        ]
-    return expr.op.within(region).apply(arrays)
+    shapes = [child.shape for child in expr.children]
+    pieces = expr.op.pieces(region, shapes)
+    value = _apply(expr, pieces[0], shapes, read)
+    if len(pieces) == 1:
+        return value
+    out = np.empty(region.shape, value.dtype)
+    out[pieces[0].relative_to(region.start).slices()] = value
+    for piece in pieces[1:]:
+        out[piece.relative_to(region.start).slices()] = _apply(expr, piece, shapes, read)
+    return out
 
 
 def granules(expr: Expr) -> tuple[int, ...]:
@@ -131,9 +132,21 @@ def _pull(expr: Expr, region: Region, found: list[tuple[Leaf, Region]]) -> None:
     if isinstance(expr, Leaf):
         found.append((expr, region))
         return
-    boxes = expr.op.pull(region, [child.shape for child in expr.children])
-    for child, box in zip(expr.children, boxes, strict=True):
-        _pull(child, box, found)
+    shapes = [child.shape for child in expr.children]
+    for piece in expr.op.pieces(region, shapes):
+        for child, box in zip(expr.children, expr.op.pull(piece, shapes), strict=True):
+            _pull(child, box, found)
+
+
+def _apply(expr: Node, region: Region, shapes: Sequence[Shape], read: Read) -> Array:
+    """Return `region` of a node, one that its op can pull at once."""
+    boxes = expr.op.pull(region, shapes)
+    padding = not any(box.size for box in boxes)  # then even an empty read is needed, to learn the dtype
+    arrays = [
+        evaluate(child, box, read) if box.size or padding else np.empty(box.shape, np.uint8)
+        for child, box in zip(expr.children, boxes, strict=True)
+    ]
+    return expr.op.within(region).apply(arrays)
 
 
 def _changes_nothing(op: Op, shape: Shape) -> bool:

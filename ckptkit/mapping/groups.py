@@ -19,6 +19,7 @@ from ckptkit.mapping.op import (
     Array,
     Base,
     Op,
+    block_pieces,
     check_alike,
     check_arity,
     check_axis,
@@ -134,6 +135,9 @@ class Deinterleave(Base):
             raise cut_error(axis, a, b, shapes[0][axis] // total, rows)
         return (region.with_axis(axis, a // rows * total, b // rows * total),)
 
+    def pieces(self, region: Region, shapes: Sequence[Shape]) -> Sequence[Region]:
+        return block_pieces(region, self.axis, self.rows[self.index])
+
     def lift(self, granules: Sequence[Shape], shapes: Sequence[Shape]) -> Shape:
         g, total = granules[0][self.axis], sum(self.rows)
         return replace_axis(granules[0], self.axis, g // gcd(g, total) * self.rows[self.index])
@@ -175,6 +179,9 @@ class Merge(Base):
                 (*region.stop[:axis], *stops, *region.stop[axis + 1 :]),
             ),
         )
+
+    def pieces(self, region: Region, shapes: Sequence[Shape]) -> Sequence[Region]:
+        return block_pieces(region, self.axis, shapes[0][self.axis + 1])
 
     def lift(self, granules: Sequence[Shape], shapes: Sequence[Shape]) -> Shape:
         axis, g = self.axis, granules[0]
@@ -218,6 +225,12 @@ class Split(Base):
                 (*region.stop[:axis], stop, *region.stop[axis + 2 :]),
             ),
         )
+
+    def pieces(self, region: Region, shapes: Sequence[Shape]) -> Sequence[Region]:
+        if region.shape[self.axis + 1] == self.inner:
+            return (region,)
+        rows = range(region.start[self.axis], region.stop[self.axis])
+        return [region.with_axis(self.axis, row, row + 1) for row in rows]
 
     def lift(self, granules: Sequence[Shape], shapes: Sequence[Shape]) -> Shape:
         g = granules[0][self.axis]

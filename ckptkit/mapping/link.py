@@ -18,9 +18,11 @@ BIAS_OPS = ("concat", "interleave", "rope-permute", "pad")
 
 
 def extend_catalogue(base: Catalogue, own: Catalogue) -> Catalogue:
-    """Return `own` with all that it does not state taken from `base`; a row replaces the row of its HF name."""
+    """Return `own`, and from `base` all that it does not state; a row replaces the row of its HF name."""
     mine = {row.hf: row for row in own.rows}
-    kept = [mine.pop(row.hf, row) for row in base.rows]
+    rows = [mine.pop(row.hf, row) for row in base.rows]
+    for row in mine.values():
+        rows.insert(_place(row.hf, [r.hf for r in rows]), row)
     keys = {row.key for row in own.configs}
     return replace(
         own,
@@ -31,7 +33,7 @@ def extend_catalogue(base: Catalogue, own: Catalogue) -> Catalogue:
         sets={**base.sets, **own.sets},
         ranges={**base.ranges, **own.ranges},
         tied=base.tied if own.tied is None else own.tied,
-        rows=(*kept, *mine.values()),
+        rows=tuple(rows),
         ignores=base.ignores + own.ignores,
         configs=(*(row for row in base.configs if row.key not in keys), *own.configs),
         files=base.files + own.files,
@@ -52,9 +54,14 @@ def override(base: DialectTable, own: DialectTable) -> DialectTable:
         if covered:
             rows[covered[0]] = row
         else:
-            rows.append(row)
+            rows.insert(_place(row.target, [r.target for r in rows]), row)
     return replace(
-        own, extends=None, rows=tuple(rows), ignores=base.ignores + own.ignores, files=base.files + own.files
+        own,
+        extends=None,
+        rows=tuple(rows),
+        ignores=base.ignores + own.ignores,
+        expects=base.expects + own.expects,
+        files=base.files + own.files,
     )
 
 
@@ -105,6 +112,14 @@ def check_dialect(table: DialectTable, catalogue: Catalogue) -> None:
             why="a checkpoint converted with it would lack them",
         )
     _unique((row.target, row.where) for row in table.rows)
+    formulas = [(row.where, f) for row in table.expects for f in (row.left, row.right)]
+    _known("dim", [(where, name) for where, f in formulas for name in sorted(f.names())], catalogue.dims)
+
+
+def _place(name: str, present: list[str]) -> int:
+    """Return where a new row goes: one of a layer after the last such row, any other at the end."""
+    layered = [i for i, other in enumerate(present) if "{layer}" in other]
+    return layered[-1] + 1 if "{layer}" in name and layered else len(present)
 
 
 def _check_row(row: MapRow, sources: list[TensorRow], catalogue: Catalogue) -> None:

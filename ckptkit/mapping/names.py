@@ -32,7 +32,7 @@ def fault(pattern: str) -> str:
 
 def fill(pattern: str, numbers: Mapping[str, int]) -> str:
     """Return the name that `pattern` stands for."""
-    return _PLACEHOLDER.sub(lambda match: str(numbers[match[1]]), pattern)
+    return pattern.format_map(numbers)
 
 
 def skeleton(name: str) -> str:

@@ -14,6 +14,7 @@ The pull law, for every legal region r, with s the input shapes:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import lcm
 from typing import Any, Protocol
 
@@ -54,6 +55,12 @@ class Op(Protocol):
         Raises UsageError when `region` cuts through elements that must stay together.
         """
 
+    def pieces(self, region: Region, shapes: Sequence[Shape]) -> Sequence[Region]:
+        """Return the regions, together `region`, that can be pulled when `region` itself cannot.
+
+        Only ops whose groups mean nothing outside of the op do so; the others leave a bad cut to `pull`.
+        """
+
     def lift(self, granules: Sequence[Shape], shapes: Sequence[Shape]) -> Shape:
         """Return the output's granules, given those of each input (see `granule`)."""
 
@@ -76,6 +83,9 @@ class Base:
     @property
     def is_part(self) -> bool:
         return False
+
+    def pieces(self, region: Region, shapes: Sequence[Shape]) -> Sequence[Region]:
+        return (region,)
 
     def lift(self, granules: Sequence[Shape], shapes: Sequence[Shape]) -> Shape:
         raise TypeError(f"{type(self).__name__} has no `lift`")
@@ -111,7 +121,11 @@ def check_axis(op: str, axis: int, shape: Shape, *, count: int = 1) -> None:
 def check_alike(op: str, axis: int | None, shapes: Sequence[Shape]) -> None:
     """Raise CoverageError unless all shapes are equal, `axis` (when not None) aside."""
     first = shapes[0]
+    if axis is not None:
+        check_axis(op, axis, first)
     for shape in shapes:
+        if shape == first:
+            continue
         if axis is not None:
             check_axis(op, axis, shape)
         if len(shape) != len(first) or any(
@@ -132,6 +146,14 @@ def check_arity(op: str, wanted: int, shapes: Sequence[Shape]) -> None:
 def common(granules: Sequence[Shape]) -> Shape:
     """Return the least common multiple of the granules, axis by axis."""
     return tuple(lcm(*column) for column in zip(*granules, strict=True))
+
+
+def block_pieces(region: Region, axis: int, block: int) -> list[Region]:
+    """Cut `region` on `axis` into whole blocks of `block` rows and at most two parts of blocks."""
+    a, b = region.start[axis], region.stop[axis]
+    first, last = min(-(-a // block) * block, b), max(b // block * block, a)
+    cuts = sorted({a, first, max(last, first), b})
+    return [region.with_axis(axis, start, stop) for start, stop in pairwise(cuts)] or [region]
 
 
 def cut_error(axis: int, start: int, stop: int, groups: int, size: int, parts: str = "") -> UsageError:

@@ -24,6 +24,7 @@ class TensorRow:
     layers: str | None
     tied_to: str | None
     optional: str
+    stage: str
     where: str
 
 
@@ -89,6 +90,16 @@ class ConfigRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpectRow:
+    """Two formulas that are equal in every model that the dialect's own nets can hold; `why` when they are not."""
+
+    left: Formula
+    right: Formula
+    why: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
 class Catalogue:
     """An HF family: the hub's side of every rule."""
 
@@ -120,6 +131,7 @@ class DialectTable:
     about: str
     rows: tuple[MapRow, ...]
     ignores: tuple[IgnoreRow, ...]
+    expects: tuple[ExpectRow, ...]
     files: tuple[str, ...]
 
 

@@ -16,7 +16,7 @@ from ckptkit.mapping import names
 from ckptkit.mapping.dims import Numbers
 from ckptkit.mapping.expr import Expr, Leaf, invert, node
 from ckptkit.mapping.ops import Concat, Interleave, Merge, Op, Pad, RopePermute, Split, Stack, Transpose
-from ckptkit.mapping.rows import Cut, Family, IgnoreRow, MapRow, OpSpec, TensorRow
+from ckptkit.mapping.rows import Cut, ExpectRow, Family, IgnoreRow, MapRow, OpSpec, TensorRow
 from ckptkit.types import Shape
 
 
@@ -66,6 +66,7 @@ class RuleSet:
     ties: tuple[Tie, ...]
     tied: bool
     table_files: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
     ignores: tuple[IgnoreRow, ...] = field(default=(), repr=False)
 
     def ignored(self, name: str, side: Literal["hf", "dialect"]) -> str | None:
@@ -101,6 +102,7 @@ def resolve(family: Family, config: Mapping[str, Any], dialect: str, variant: st
         ties=_ties(catalogue.rows, table.rows),
         tied=tied,
         table_files=tuple(dict.fromkeys((*catalogue.files, *table.files))),
+        warnings=tuple(_warnings(table.expects, numbers)),
         ignores=ignores,
     )
 
@@ -112,6 +114,7 @@ class _Builder:
     numbers: Numbers
     tensors: Mapping[str, TensorRow]
     ranges: Mapping[str, str]
+    shapes: dict[str, Shape] = field(default_factory=dict)
 
     def rules(self, rows: Sequence[MapRow]) -> Iterator[Rule]:
         """Yield the rules in table order; neighbouring rows of layers go layer by layer."""
@@ -195,8 +198,10 @@ class _Builder:
         return lists[()][0]
 
     def _leaf(self, hf: str, known: Mapping[str, int], bias: bool) -> Leaf:
-        tensor = self.tensors[hf]
-        shape = tuple(self.numbers.number(axis, tensor.where) for axis in tensor.shape)
+        if hf not in self.shapes:
+            tensor = self.tensors[hf]
+            self.shapes[hf] = tuple(self.numbers.number(axis, tensor.where) for axis in tensor.shape)
+        shape = self.shapes[hf]
         name = names.fill(hf, known)
         return Leaf(names.bias_name(name), shape[:1]) if bias else Leaf(name, shape)
 
@@ -246,6 +251,13 @@ def _share(shape: Shape, axis: int, parts: int) -> int:
     if parts < 1 or shape[axis] % parts:
         raise UsageError(f"axis {axis} of {shape[axis]} rows does not divide into {parts} equal parts")
     return shape[axis] // parts
+
+
+def _warnings(expects: Sequence[ExpectRow], numbers: Numbers) -> Iterator[str]:
+    for row in expects:
+        left, right = numbers.number(row.left, row.where), numbers.number(row.right, row.where)
+        if left != right:
+            yield f"{row.left.text} is {left} and {row.right.text} is {right}: {row.why}"
 
 
 def _ties(tensors: Sequence[TensorRow], rows: Sequence[MapRow]) -> tuple[Tie, ...]:

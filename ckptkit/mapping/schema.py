@@ -20,6 +20,7 @@ from ckptkit.mapping.rows import (
     ConfigRow,
     Cut,
     DialectTable,
+    ExpectRow,
     IgnoreRow,
     MapRow,
     OpSpec,
@@ -31,8 +32,8 @@ CATALOGUE_KEYS = (
     "family", "aliases", "model_types", "architectures", "extends", "about", "tied",
     "dims", "multiples", "flags", "sets", "ranges", "tensor", "ignore", "config",
 )  # fmt: skip
-DIALECT_KEYS = ("family", "dialect", "variant", "extends", "about", "tensor", "ignore")
-TENSOR_KEYS = ("hf", "shape", "bias", "layers", "tied_to", "optional")
+DIALECT_KEYS = ("family", "dialect", "variant", "extends", "about", "tensor", "ignore", "expect")
+TENSOR_KEYS = ("hf", "shape", "bias", "layers", "tied_to", "optional", "stage")
 MAP_KEYS = ("hf", "target", "ops", "tp", "ep", "stage")
 OP_KEYS: Mapping[str, tuple[str, ...]] = {
     "concat": ("axis",),
@@ -69,10 +70,10 @@ def parse_file(file: Fields) -> tuple[Catalogue | None, DialectTable | None]:
         return None, parse_dialect(file)
     if "dialect" not in file.data:
         return parse_catalogue(file), None
-    file.only(*CATALOGUE_KEYS, "dialect")
+    file.only(*CATALOGUE_KEYS, "dialect", "expect")
     rows = file.rows("tensor", "row")
     for row in rows:
-        row.only(*TENSOR_KEYS, *MAP_KEYS[1:])
+        row.only(*dict.fromkeys(TENSOR_KEYS + MAP_KEYS))
     return _catalogue(file, rows), _dialect(file, rows)
 
 
@@ -125,6 +126,7 @@ def _dialect(file: Fields, rows: list[Fields]) -> DialectTable:
         about=file.text("about", ""),
         rows=tuple(_map_row(row) for row in rows),
         ignores=tuple(_ignores(file)),
+        expects=tuple(_expect(row) for row in file.rows("expect", "expect row")),
         files=(file.where,),
     )
 
@@ -188,6 +190,7 @@ def _tensor_rows(row: Fields) -> list[TensorRow]:
             layers=row.optional_text("layers"),
             tied_to=row.optional_text("tied_to"),
             optional=row.text("optional", ""),
+            stage=_stage(row, name, "hf"),
             where=row.where,
         )
         for name, shape in zip(hf, shapes, strict=True)
@@ -211,16 +214,13 @@ def _map_row(row: Fields) -> MapRow:
     extra = set(names.placeholders(target)) - {p for name in hf for p in names.placeholders(name)}
     if extra:
         raise row.error(f"`{target}` has the placeholder `{{{min(extra)}}}`, which no name in `hf` has")
-    stage = row.choice("stage", STAGES, "layer" if "{layer}" in target else "all")
-    if (stage == "layer") != ("{layer}" in target):
-        raise row.error(f"stage `{stage}` does not fit the target `{target}`", "`layer` goes with `{layer}`")
     return MapRow(
         hf=hf,
         target=target,
         ops=tuple(_op(op) for op in row.rows("ops", "op")),
         tp=_cut(row, "tp", "unit", "unless", "indivisible"),
         ep=_cut(row, "ep", "unit"),
-        stage=stage,
+        stage=_stage(row, target, "target"),
         where=row.where,
     )
 
@@ -283,6 +283,22 @@ def _config_row(row: Fields) -> ConfigRow:
     row.only("key", "allowed", "then", "why")
     then = row.choice("then", ("refuse", "warn"))
     return ConfigRow(row.text("key"), tuple(row.items("allowed")), then, row.text("why"))
+
+
+def _expect(row: Fields) -> ExpectRow:
+    row.only("equal", "why")
+    pair = [f for f in (formula(row, "equal", text) for text in row.items("equal")) if f is not None]
+    if len(pair) != 2:
+        raise row.error("`equal` must hold two formulas")
+    return ExpectRow(pair[0], pair[1], row.text("why"), row.where)
+
+
+def _stage(row: Fields, name: str, key: str) -> str:
+    """Return the pipeline stage of a row's tensor: `layer` goes with `{layer}`, else it must be said or is `all`."""
+    stage = row.choice("stage", STAGES, "layer" if "{layer}" in name else "all")
+    if (stage == "layer") != ("{layer}" in name):
+        raise row.error(f"stage `{stage}` does not fit the {key} `{name}`", "`layer` goes with `{layer}`")
+    return stage
 
 
 def _patterns(row: Fields, key: str) -> tuple[str, ...]:

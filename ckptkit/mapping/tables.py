@@ -273,9 +273,9 @@ def _list_tables(folder: Path) -> dict[Key, Path]:
 def _identity(catalogue: Catalogue) -> DialectTable:
     """Return the hub as a spoke of itself: every tensor under its own name."""
     rows = tuple(
-        MapRow((r.hf,), r.hf, (), None, None, "layer" if "{layer}" in r.hf else "all", r.where) for r in catalogue.rows
+        MapRow((r.hf,), r.hf, (), None, None, r.stage, r.where) for r in catalogue.rows
     )
-    return DialectTable(catalogue.family, HUB, "", None, "", rows, catalogue.ignores, catalogue.files)
+    return DialectTable(catalogue.family, HUB, "", None, "", rows, catalogue.ignores, (), catalogue.files)
 
 
 def _match(family: Family, table: DialectTable, counts: Mapping[str, int]) -> Match:

@@ -1,0 +1,123 @@
+"""What must hold after a crash, and in which order a result must reach the disk; and the runs that are checked.
+
+The checkers return what is wrong as text, and nothing when all is well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ckptkit.formats.result_folder import JOURNAL
+
+RUNNER = Path(__file__).with_name("crash_runner.py")
+Snapshot = dict[str, str]
+Step = list[str]
+
+
+def snapshot(folder: Path) -> Snapshot | None:
+    """Return the digest of every file of a folder by its relative path; None when there is no such folder."""
+    if not folder.is_dir():
+        return None
+    return {
+        str(path.relative_to(folder)): xxhash.xxh3_128_hexdigest(path.read_bytes())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def state_fault(target: Path, allowed: Sequence[Snapshot | None]) -> str:
+    """Say what is wrong with what lies under the final name: it must be one of `allowed`, whole."""
+    found = snapshot(target)
+    if found in allowed or (found == {} and None in allowed):
+        return ""
+    best = min((a for a in allowed if a is not None), key=lambda a: len(a.items() ^ (found or {}).items()), default={})
+    differing = sorted({name for name, _ in best.items() ^ (found or {}).items()})
+    return f"`{target.name}` is {'missing' if found is None else f'no whole result: {differing}'}"
+
+
+def order_faults(steps: Sequence[Step], target: Path) -> list[str]:
+    """Return what a power cut could lose: every write must be synced before the rename, and the names after it.
+
+    `steps` are [call, path, second path] in the order of the calls; paths are absolute.
+    """
+    renames = [n for n, step in enumerate(steps) if step[0] in ("rename", "exchange") and str(target) in step[1:3]]
+    if not renames:
+        return [f"nothing was renamed to `{target.name}`"]
+    when = renames[-1]
+    partial = next(path for path in steps[when][1:3] if path != str(target))
+    faults = []
+    files = {path.relative_to(target) for path in target.rglob("*") if path.is_file()}
+    for file in sorted(files):
+        name = str(Path(partial) / file)
+        synced = [n for n, step in enumerate(steps[:when]) if step[:2] == ["fsync", name]]
+        if not synced:
+            faults.append(f"{file} was not synced before the rename")
+        elif any(step[0] in ("write", "pwrite", "posix_fallocate", "open") and step[1] == name for step in steps[synced[-1] :]):
+            faults.append(f"{file} was written after it was synced")
+    last_made = max((n for n, step in enumerate(steps[:when]) if step[0] == "unlink" and step[1].startswith(partial)), default=0)
+    if ["fsync", partial] not in [step[:2] for step in steps[last_made:when]]:
+        faults.append("the folder was not synced before the rename")
+    after = steps[when + 1 :]
+    if ["fsync", str(target.parent)] not in [step[:2] for step in after]:
+        faults.append("the parent folder was not synced after the rename")
+    for step in after:
+        if step[0] in ("unlink", "rmdir") and ["fsync", str(target.parent)] not in [s[:2] for s in after[: after.index(step)]]:
+            faults.append("the old result was removed before the new name was on disk")
+            break
+    return faults
+
+
+class Runner:
+    """A process that forks a child for each run of ckptkit: see crash_runner.py."""
+
+    def __init__(self, folder: Path) -> None:
+        self.stderr = folder / "stderr.txt"
+        self.process = subprocess.Popen(
+            [sys.executable, str(RUNNER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def start(self, *args: object, **request: Any) -> int:
+        """Start a run and return its process id; `request` has the keys of crash_runner.py."""
+        line = {"args": [str(arg) for arg in args], "stderr": str(self.stderr)} | request
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(line) + "\n")
+        return int(self._answer()["pid"])
+
+    def wait(self) -> int:
+        """Return the exit code of the run, or minus the signal that ended it."""
+        return int(self._answer()["status"])
+
+    def run(self, *args: object, **request: Any) -> int:
+        self.start(*args, **request)
+        return self.wait()
+
+    def kill(self, pid: int) -> int:
+        """Kill the run's process group and return how it ended."""
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has just ended, or does not lead its group yet
+            os.kill(pid, signal.SIGKILL)
+        return self.wait()
+
+    def said(self) -> str:
+        return self.stderr.read_text()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=30)
+        self.process.stdout.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
