@@ -194,7 +194,7 @@ def _to_single(bits: Array, source: str, out: Array) -> None:
     np.bitwise_and(out, 0x8FFFE000, out=out)
     values = out.view(np.float32)
     np.multiply(values, np.float32(2.0**112), out=values)
-    if not (-65536.0 < values.min() and values.max() < 65536.0):  # where the half was inf or NaN
+    if not (values.min() > -65536.0 and values.max() < 65536.0):  # where the half was inf or NaN
         out[np.abs(values) >= 65536.0] |= np.uint32(_FORMATS["F32"].inf)
 
 

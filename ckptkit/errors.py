@@ -9,7 +9,7 @@
      +-- InternalError        70    a broken promise of ckptkit itself
 
 Exit code 0 is success and 1 is "a difference was found", which is a result and not an error. What does not live
-here: how a message reaches the terminal (`cli.py`).
+here: how a message reaches the terminal (`cli/run.py`).
 """
 
 from __future__ import annotations

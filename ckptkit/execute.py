@@ -1,8 +1,9 @@
-"""Stream a plan: read, move elements, hash, put; in bounded memory, with a few workers.
+"""Stream a plan: read, move elements, cast, hash, put; in bounded memory, with a few workers.
 
 A tensor that moves whole is copied block by block through one reused buffer. Any other is made tile by tile: a tile
 is a box of the output, small enough for memory and aligned so that every op can say which boxes of its inputs it
-needs. Parts of one fused tensor are made in step, so that each of its bytes is read once.
+needs. Parts of one fused tensor are made in step, so that each of its bytes is read once. What is to be cast is cast
+in these blocks or tiles; when a value does not fit, the run goes on without writing, to tell of all such values.
 
 What does not live here: where bytes go (`Sink`), what is made of what (`plan/`).
 """
@@ -12,19 +13,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from ckptkit.cast import CastCount, Caster, is_lossy, overflow_error
 from ckptkit.errors import CorruptError
 from ckptkit.formats.base import Sink
 from ckptkit.formats.io import FilePool, read_region
 from ckptkit.mapping.expr import Leaf, evaluate, granules, leaves, pull
 from ckptkit.plan.plan import OutputTensor, Plan
-from ckptkit.types import Region, Shape, contiguous_runs, item_bytes
+from ckptkit.types import DTYPES, Region, Shape, TensorInfo, contiguous_runs, item_bytes
 
 BLOCK_BYTES = 256 << 10
 TILE_BYTES = 2 << 20
@@ -40,7 +43,42 @@ class _Run:
     digests: bool
     source_digests: Mapping[str, str]
     progress: Callable[[int], None]
+    skip_files: Collection[int] = frozenset()
     stop: threading.Event = field(default_factory=threading.Event)
+    overflow: threading.Event = field(default_factory=threading.Event)
+    casters: dict[int, Caster] = field(default_factory=dict)
+
+    def writes(self, number: int) -> bool:
+        """Say whether an output is still to be written; if not, it is at most cast and counted."""
+        return not self.overflow.is_set() and self.plan.outputs[number].file not in self.skip_files
+
+    def wants(self, number: int) -> bool:
+        """Say whether there is anything to do for an output: to write it, or to count what its cast loses."""
+        output = self.plan.outputs[number]
+        return self.writes(number) or is_lossy(output.moved_as, output.spec.dtype)
+
+    def caster(self, number: int) -> Caster | None:
+        """Return a new caster for an output, None when it is not cast."""
+        output = self.plan.outputs[number]
+        if output.moved_as == output.spec.dtype:
+            return None
+        self.casters[number] = Caster(output.moved_as, output.spec.dtype, clamp=self.plan.clamp)
+        return self.casters[number]
+
+    def cast(self, caster: Caster, values: NDArray[Any]) -> NDArray[Any]:
+        """Cast a block or tile; from the first value that does not fit on, nothing is written."""
+        result = caster(values)
+        if caster.count.overflowed and not self.plan.clamp:
+            self.overflow.set()
+        return result
+
+    def advance(self, number: int, count: int) -> None:
+        if self.plan.outputs[number].file not in self.skip_files:
+            self.progress(count)
+
+    def finish(self, number: int, digest: str | None) -> None:
+        if self.writes(number):
+            self.sink.finish(number, digest)
 
 
 class _Stopped(Exception):
@@ -56,15 +94,17 @@ def execute(
     skip_files: Collection[int] = frozenset(),
     source_digests: Mapping[str, str] | None = None,
     progress: Callable[[int], None] = lambda _: None,
-) -> None:
+) -> dict[str, CastCount]:
     """Put every output of `plan` into `sink`, but for those in the files numbered in `skip_files`.
 
     `source_digests` are what the source's manifest promises: a tensor that moves whole is compared with its entry.
-    `progress` is told of bytes done. Raises the first error of any worker.
+    `progress` is told of bytes done. Returns what each cast output lost, by its name; those in `skip_files` are
+    counted too. Raises the first error of any worker; CoverageError when a value overflows in a cast, and the sink
+    then has only a part.
     """
     with FilePool() as pool:
-        run = _Run(plan, sink, pool, digests, source_digests or {}, progress)
-        jobs = [job for job in group_jobs(plan) if plan.outputs[job[0]].file not in skip_files]
+        run = _Run(plan, sink, pool, digests, source_digests or {}, progress, skip_files)
+        jobs = [job for job in group_jobs(plan) if run.wants(job[0])]
         queue = iter(jobs)
         lock = threading.Lock()
 
@@ -77,6 +117,22 @@ def execute(
                 _do(run, job)
 
         _run_workers(run, work, max(1, min(workers, len(jobs))))
+    if run.overflow.is_set():
+        raise _overflow(run)
+    return {plan.outputs[number].spec.name: run.casters[number].count for number in sorted(run.casters)}
+
+
+def _overflow(run: _Run) -> Exception:
+    """Return the error that names each output with values that do not fit, and the tensors it is made of."""
+    found = []
+    for number in sorted(run.casters):
+        output, count = run.plan.outputs[number], run.casters[number].count
+        if count.overflowed:
+            name = ", ".join(dict.fromkeys(leaf.name for leaf in leaves(output.expr)))
+            name += f" -> {output.spec.name}" if name != output.spec.name else ""
+            found.append((name, prod(output.spec.shape), count))
+            target = output.spec.dtype
+    return overflow_error(found, target)
 
 
 def _run_workers(run: _Run, work: Callable[[], None], count: int) -> None:
@@ -114,17 +170,21 @@ def _job_key(number: int, output: OutputTensor) -> object:
 
 def _do(run: _Run, job: tuple[int, ...]) -> None:
     first = run.plan.outputs[job[0]]
+    if not run.wants(job[0]):
+        return
     if isinstance(first.expr, Leaf) and first.inputs[first.expr.name].strides is None:
-        _copy(run, job[0])
+        info = first.inputs[first.expr.name]
+        caster = run.caster(job[0])
+        if caster is None:
+            _copy(run, job[0], info)
+        else:
+            _cast(run, job[0], info, caster)
     else:
         _move(run, job)
 
 
-def _copy(run: _Run, number: int) -> None:
+def _copy(run: _Run, number: int, info: TensorInfo) -> None:
     """Copy a tensor that moves whole, block by block."""
-    output = run.plan.outputs[number]
-    assert isinstance(output.expr, Leaf)
-    info = output.inputs[output.expr.name]
     state = xxhash.xxh3_128() if run.digests else None
     buffer = memoryview(bytearray(min(BLOCK_BYTES, max(1, info.num_bytes))))
     done = 0
@@ -134,12 +194,43 @@ def _copy(run: _Run, number: int) -> None:
             run.pool.pread_into(info.file, offset + start, block)
             if state is not None:
                 state.update(block)
+            if not run.writes(number):
+                return
             run.sink.put(number, done, block)
             done += len(block)
             if run.stop.is_set():
                 raise _Stopped
         run.progress(size)
     digest = state.hexdigest() if state is not None else None
+    _compare_promised(run, info, digest)
+    run.finish(number, digest)
+
+
+def _cast(run: _Run, number: int, info: TensorInfo, caster: Caster) -> None:
+    """Cast a tensor that moves whole, block by block."""
+    flat = replace(info, shape=(info.num_elements,))
+    block = np.empty(min(BLOCK_BYTES // item_bytes(info.dtype), info.num_elements), DTYPES[info.dtype].carrier)
+    state = xxhash.xxh3_128() if run.digests else None
+    source_state = xxhash.xxh3_128() if run.digests and info.name in run.source_digests else None
+    size = item_bytes(run.plan.outputs[number].spec.dtype)
+    for first in range(0, info.num_elements, block.size):
+        part = block[: info.num_elements - first]
+        read_region(flat, Region((first,), (first + part.size,)), out=part, pool=run.pool)
+        if source_state is not None:
+            source_state.update(part.data)
+        data = run.cast(caster, part).data.cast("B")
+        if run.writes(number):
+            if state is not None:
+                state.update(data)
+            run.sink.put(number, first * size, data)
+        run.advance(number, len(data))
+        if run.stop.is_set():
+            raise _Stopped
+    _compare_promised(run, info, source_state.hexdigest() if source_state is not None else None)
+    run.finish(number, state.hexdigest() if state is not None else None)
+
+
+def _compare_promised(run: _Run, info: TensorInfo, digest: str | None) -> None:
     promised = run.source_digests.get(info.name)
     if digest and promised and digest != promised:
         raise CorruptError(
@@ -148,7 +239,6 @@ def _copy(run: _Run, number: int) -> None:
             why="the bytes changed after ckptkit wrote them",
             hint="`ckptkit check` the source; get a sound copy of it",
         )
-    run.sink.finish(number, digest)
 
 
 def _move(run: _Run, job: tuple[int, ...]) -> None:
@@ -157,27 +247,35 @@ def _move(run: _Run, job: tuple[int, ...]) -> None:
     shapes = tile_shapes(outputs)
     in_order = [_in_order(o.spec.shape, tile) for o, tile in zip(outputs, shapes, strict=True)]
     states = [xxhash.xxh3_128() if run.digests and ordered else None for ordered in in_order]
+    casters = [run.caster(number) for number in job]
     read = _Reader(run.pool, outputs[0])
     tilings = [tiles(o.spec.shape, tile) for o, tile in zip(outputs, shapes, strict=True)]
     for regions in zip(*tilings, strict=True):
-        for number, output, region, state in zip(job, outputs, regions, states, strict=True):
+        for number, output, region, state, caster in zip(job, outputs, regions, states, casters, strict=True):
             read.output = output
             array = np.ascontiguousarray(evaluate(output.expr, region, read))
-            if state is not None:
-                state.update(memoryview(array).cast("B"))
-            _put_tile(run.sink, number, output, region, array)
-            run.progress(array.nbytes)
+            if caster is not None:
+                array = run.cast(caster, array)
+            if run.writes(number):
+                if state is not None:
+                    state.update(array.reshape(-1).data.cast("B"))
+                _put_tile(run.sink, number, output, region, array)
+            run.advance(number, array.nbytes)
             if run.stop.is_set():
                 raise _Stopped
     for number, state in zip(job, states, strict=True):
-        run.sink.finish(number, state.hexdigest() if state is not None else None)
+        run.finish(number, state.hexdigest() if state is not None else None)
 
 
 class _Reader:
-    """Read boxes of source tensors; the last one is kept, for the next part of the same fused tensor."""
+    """Read boxes of source tensors; the last one is kept, for the next part of the same fused tensor.
+
+    Where the sources of one output have different dtypes, each is widened, exactly, to the one that holds them all.
+    """
 
     def __init__(self, pool: FilePool, output: OutputTensor) -> None:
         self.output = output
+        self._dtype = output.moved_as
         self._pool = pool
         self._key: tuple[str, Region] | None = None
         self._kept: NDArray[np.generic] | None = None
@@ -185,7 +283,10 @@ class _Reader:
     def __call__(self, leaf: Leaf, region: Region) -> NDArray[np.generic]:
         key = (leaf.name, region)
         if key != self._key or self._kept is None:
-            self._kept = read_region(self.output.inputs[leaf.name], region, pool=self._pool)
+            info = self.output.inputs[leaf.name]
+            self._kept = read_region(info, region, pool=self._pool)
+            if info.dtype != self._dtype:
+                self._kept = Caster(info.dtype, self._dtype)(self._kept)
             self._key = key
         return self._kept
 
@@ -195,7 +296,7 @@ def tile_shapes(outputs: Sequence[OutputTensor]) -> list[Shape]:
     budget = max(1, TILE_BYTES // len(outputs))
     steps = [granules(output.expr) for output in outputs]
     tile = [list(output.spec.shape) for output in outputs]
-    size = item_bytes(outputs[0].spec.dtype)
+    size = max(item_bytes(dtype) for dtype in (outputs[0].spec.dtype, outputs[0].moved_as))
     for axis in range(len(tile[0])):
         largest = max(prod(t) * size for t in tile)
         if largest <= budget:
@@ -224,7 +325,7 @@ def _in_order(shape: Shape, tile: Shape) -> bool:
 
 
 def _put_tile(sink: Sink, number: int, output: OutputTensor, region: Region, array: NDArray[np.generic]) -> None:
-    data = memoryview(array.reshape(-1)).cast("B")
+    data = array.reshape(-1).data.cast("B")
     size = array.itemsize
     done = 0
     for first, count in contiguous_runs(output.spec.shape, region):

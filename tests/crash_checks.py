@@ -6,8 +6,6 @@ The checkers return what is wrong as text, and nothing when all is well.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -85,28 +83,16 @@ class Runner:
             [sys.executable, str(RUNNER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
 
-    def start(self, *args: object, **request: Any) -> int:
-        """Start a run and return its process id; `request` has the keys of crash_runner.py."""
+    def run(self, *args: object, **request: Any) -> int:
+        """Run ckptkit with `args` and return its exit code, or minus the signal that ended it.
+
+        `request` has the other keys of crash_runner.py.
+        """
         line = {"args": [str(arg) for arg in args], "stderr": str(self.stderr)} | request
         assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(line) + "\n")
-        return int(self._answer()["pid"])
-
-    def wait(self) -> int:
-        """Return the exit code of the run, or minus the signal that ended it."""
-        return int(self._answer()["status"])
-
-    def run(self, *args: object, **request: Any) -> int:
-        self.start(*args, **request)
-        return self.wait()
-
-    def kill(self, pid: int) -> int:
-        """Kill the run's process group and return how it ended."""
-        try:
-            os.killpg(pid, signal.SIGKILL)
-        except ProcessLookupError:  # it has just ended, or does not lead its group yet
-            os.kill(pid, signal.SIGKILL)
-        return self.wait()
+        return int(json.loads(self.process.stdout.readline())["status"])
 
     def said(self) -> str:
         return self.stderr.read_text()
@@ -117,7 +103,3 @@ class Runner:
         self.process.stdin.close()
         self.process.wait(timeout=30)
         self.process.stdout.close()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())

@@ -3,24 +3,26 @@
 A *step* is a system call that changes what is on disk: making, renaming and removing names, allocating, writing,
 syncing. Started as `python tests/crash_runner.py`; a request is one line of JSON on stdin:
 
-    args      the command line of ckptkit
-    stderr    the file that takes the child's stderr
-    die_at    kill the child by SIGKILL just before step number `die_at` (from 1); null: run to the end
-    tear      with `die_at`, when that step is a write: write the first half of it, then die
-    exchange  false: the kernel cannot exchange two folders (RENAME_EXCHANGE)
-    trace     write the steps as JSON lines [name, path, path or number] to this file
-    plant     a fault to plant, by its name in PLANTS or SYNC_PLANTS: the checkers must catch it
+    args        the command line of ckptkit
+    stderr      the file that takes the child's stderr
+    die_at      kill the child by SIGKILL just before step number `die_at` (from 1); null: run to the end
+    kill_after  kill the child's process group after so many seconds
+    tear        with `die_at`, when that step is a write: write the first half of it, then die
+    exchange    false: the kernel cannot exchange two folders (RENAME_EXCHANGE)
+    trace       write the steps as JSON lines [name, path, path or number] to this file
+    plant       a fault to plant, by its name in PLANTS or SYNC_PLANTS: the checkers must catch it
 
-The answers, one line each: {"pid"} when the child runs, {"status"} when it has ended: its exit code, or the negative
-number of the signal. The child leads its own process group.
+The answer to each is a line {"status"}: the exit code, or the negative number of the signal that ended the child.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,8 +48,8 @@ class Steps:
         for name in STEPS:
             setattr(os, name, self._wrapped(name, getattr(os, name)))
         os.open = self._wrapped("open", os.open)  # type: ignore[assignment]
-        original = result_folder.exchange
-        result_folder.exchange = self._wrapped("exchange", original)
+        original = result_folder._exchange
+        result_folder._exchange = self._wrapped("exchange", original)
 
     def _wrapped(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **options: Any) -> Any:
@@ -139,7 +141,7 @@ SYNC_PLANTS = {
 
 def child(request: dict[str, Any]) -> int:
     """Run ckptkit in this process, with what the request asks for; return its exit code."""
-    os.setsid()
+    os.setpgid(0, 0)
     out = os.open(os.devnull, os.O_WRONLY)
     err = os.open(request["stderr"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     os.dup2(out, 1)
@@ -147,7 +149,7 @@ def child(request: dict[str, Any]) -> int:
     steps = Steps(request)
     PLANTS.get(request.get("plant"), lambda: None)()
     if request.get("exchange") is False:
-        result_folder.exchange = lambda one, two: False
+        result_folder._exchange = lambda one, two: False
     if request.get("die_at") or request.get("trace"):
         steps.install()
     SYNC_PLANTS.get(request.get("plant"), lambda: None)()
@@ -163,12 +165,16 @@ def main() -> None:
         request = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            code = 70
+            code = 71
             try:
                 code = child(request)
             finally:
                 os._exit(code)
-        print(json.dumps({"pid": pid}), flush=True)
+        if request.get("kill_after") is not None:
+            with contextlib.suppress(OSError):  # the child has done it already
+                os.setpgid(pid, pid)
+            time.sleep(request["kill_after"])
+            os.killpg(pid, signal.SIGKILL)  # at worst to a child that has ended and is not waited for yet
         print(json.dumps({"status": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}), flush=True)
 
 

@@ -73,7 +73,9 @@ def random_arrays(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray[An
 
 
 def fused() -> tuple[dict[str, np.ndarray[Any, Any]], list[tuple[str, Expr]]]:
-    arrays = random_arrays({"q": (24, 6), "k": (8, 6), "v": (8, 6), "g": (10, 6), "u": (10, 6), "e0": (4, 6), "e1": (4, 6)})
+    arrays = random_arrays(
+        {"q": (24, 6), "k": (8, 6), "v": (8, 6), "g": (10, 6), "u": (10, 6), "e0": (4, 6), "e1": (4, 6)}
+    )
     leaf = {name: Leaf(name, array.shape) for name, array in arrays.items()}
     exprs = [
         ("qkv", node(Interleave(0, (6, 2, 2)), [leaf["q"], leaf["k"], leaf["v"]])),
@@ -174,6 +176,7 @@ def test_tiles_cover_a_shape_once() -> None:
 def test_a_tile_stays_within_the_budget_where_the_ops_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execute_module, "TILE_BYTES", 4096)
     leaf = Leaf("x", (1000, 1000))
-    output = OutputTensor(TensorSpec("x", leaf.shape, "BF16"), 0, node(Transpose((1, 0)), [leaf]), {})
+    inputs = {"x": TensorInfo("x", leaf.shape, "BF16", Path("x"), ())}
+    output = OutputTensor(TensorSpec("x", leaf.shape, "BF16"), 0, node(Transpose((1, 0)), [leaf]), inputs)
     (tile,) = tile_shapes([output])
     assert np.prod(tile) * 2 <= 4096

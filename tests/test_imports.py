@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "ckptkit"
 # a module may import modules of a lower level, and of its own room
 LEVELS = {
     "cli": 7, "__main__": 8, "commands": 6, "settings": 6, "execute": 4, "plan": 3,
-    "mapping": 2, "layout": 2, "formats": 2, "types": 1, "report": 1, "errors": 0, "": 0,
+    "mapping": 2, "layout": 2, "formats": 2, "cast": 2, "types": 1, "report": 1, "errors": 0, "": 0,
 }  # fmt: skip
 FRAMEWORKS = {"torch", "mindspore", "mindformers", "transformers", "safetensors"}
 
@@ -56,7 +56,12 @@ def test_a_module_imports_only_what_is_below_it(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["import torch", "from ckptkit.plan.plan import Plan", "from ckptkit.mapping.rules import Rule", "import ckptkit.cli"],
+    [
+        "import torch",
+        "from ckptkit.plan.plan import Plan",
+        "from ckptkit.mapping.rules import Rule",
+        "import ckptkit.cli",
+    ],
 )
 def test_a_wrong_import_is_seen(source: str) -> None:
     assert faults("ckptkit.formats.io", source)
@@ -68,5 +73,7 @@ def test_help_and_inspect_do_without_numpy_and_frameworks(arguments: list[str], 
         "import sys\nfrom ckptkit.cli import run\nrun(sys.argv[1:])\n"
         f"print('loaded:', sorted({FRAMEWORKS | {'numpy'}!r} & sys.modules.keys()))"
     )
-    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == "loaded: []"

@@ -101,7 +101,6 @@ def config_of(model: TinyModel) -> dict[str, Any]:
         "model_type": model.family,
         "bos_token_id": 1,
         "eos_token_id": 2,
-        "pad_token_id": None,
         "hidden_act": "silu",
         "hidden_size": model.hidden,
         "initializer_range": 0.02,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,12 +13,15 @@ from typing import Any
 import xxhash
 
 from ckptkit import __version__
+from ckptkit.cast import CastCount, parse_dtype
+from ckptkit.commands.cast_report import cast_data, cast_rows, cast_tensors, counts_of
 from ckptkit.commands.choose import Choice, choose
 from ckptkit.commands.source import Source, find_config, open_source
-from ckptkit.errors import UsageError
+from ckptkit.errors import CoverageError, UsageError
 from ckptkit.execute import execute
+from ckptkit.formats.base import Checkpoint
 from ckptkit.formats.file_sink import FileSink
-from ckptkit.formats.manifest import MANIFEST, SCHEMA, dump_manifest
+from ckptkit.formats.manifest import MANIFEST, SCHEMA, dump_manifest, read_manifest
 from ckptkit.formats.result_folder import ResultFolder, check_space, check_target
 from ckptkit.mapping.rules import resolve
 from ckptkit.mapping.tables import load_tables
@@ -56,6 +60,8 @@ def convert(
     config: str | Path | None = None,
     tie_embeddings: bool = False,
     allow_unmapped: bool = False,
+    dtype: str | None = None,
+    clamp: bool = False,
     dry_run: bool = False,
     overwrite: bool = False,
     workers: int = 2,
@@ -68,7 +74,9 @@ def convert(
     `src` is a HuggingFace folder, a MindSpore folder or a file; `dst` is always a folder, and appears only when it
     is complete. `model` is a family or an alias (config.json decides without it); `from_dialect` and `to_dialect`
     are `hf`, `mindformers` or a dialect's own name; `format` is `safetensors` or `ckpt`, for MindSpore output;
-    `table` are mapping files of your own. `dry_run` plans and proves, and writes nothing but `plan_file`.
+    `table` are mapping files of your own. `dtype` (`bf16`, `fp16`, `fp32`, or torch's names) casts floating-point
+    tensors, and `clamp` lets values that overflow become the largest finite one. `dry_run` plans and proves, and
+    writes nothing but `plan_file`.
     `progress(total_bytes, done_bytes)` returns a function that is told of bytes done.
 
     Raises UsageError (2), CoverageError (3), ResourceError (4), CorruptError (5); before the first byte is written
@@ -79,13 +87,17 @@ def convert(
     started = time.perf_counter()
     source = open_source(src, unwrapped=True)
     check_target(dst, [src, *source.checkpoint.files], overwrite=options.overwrite or options.dry_run)
+    if dtype is not None:
+        _refuse_scaled(source.checkpoint)
     settings, side = find_config(source, Path(config) if config else None)
     tables = load_tables([Path(t) for t in table])
     choice = choose(
         source, settings, tables, model=model, from_dialect=from_dialect, to_dialect=to_dialect,
         variant=variant, from_variant=from_variant,
     )  # fmt: skip
-    target = Target(_kind(choice, format), parse_size(max_shard_size), tie_embeddings, allow_unmapped)
+    target = Target(
+        _kind(choice, format), parse_size(max_shard_size), tie_embeddings, allow_unmapped, _dtype(dtype, clamp), clamp
+    )
     plan = build_plan(
         source.checkpoint,
         resolve(choice.family, settings, choice.source[0], choice.source[1]),
@@ -97,9 +109,25 @@ def convert(
     )
     if options.plan_file:
         _write_plan(options.plan_file, plan)
-    if not options.dry_run:
-        _write(plan, source, dst, options, progress)
-    return _report(plan, src, dst, choice, options, time.perf_counter() - started)
+    counts = None if options.dry_run else _write(plan, source, dst, options, progress)
+    return _report(plan, src, dst, choice, options, counts, time.perf_counter() - started)
+
+
+def _dtype(text: str | None, clamp: bool) -> str | None:
+    if text is None and clamp:
+        raise UsageError("`--clamp` without `--dtype` has nothing to do", hint="add `--dtype fp16`, or leave it out")
+    return None if text is None else parse_dtype(text)
+
+
+def _refuse_scaled(checkpoint: Checkpoint) -> None:
+    scaled = [f"{t.name}  {t.dtype}" for t in checkpoint.tensors.values() if t.dtype.startswith("F8_")]
+    if scaled:
+        raise CoverageError(
+            f"`{checkpoint.path.name}` has {len(scaled)} FP8 tensors, and ckptkit does not apply their scale",
+            items=scaled,
+            why="an FP8 weight means something only times its scale: cast alone, it would be wrong by that factor",
+            hint="dequantise the model first, then convert it with `--dtype`",
+        )
 
 
 def _kind(choice: Choice, format: str | None) -> str:
@@ -136,27 +164,33 @@ def _write(
     dst: Path,
     options: Options,
     progress: Progress | None,
-) -> None:
-    """Execute `plan` into `dst`: all of it, or nothing under that name."""
+) -> dict[str, CastCount]:
+    """Execute `plan` into `dst`, all of it or nothing under that name, and return what its casts lost."""
     check_target(dst, [], overwrite=options.overwrite)
     digest = plan.digest()
     folder = ResultFolder(dst, digest, options.overwrite)
     check_space(folder.target, plan.bytes_written - _already_written(folder))
     folder.open()
     try:
-        if not folder.complete:
+        if folder.complete:
+            counts = counts_of(read_manifest(folder.partial))
+        else:
             with _sink(folder, plan, options) as sink:
                 done = sink.finished_files()
                 done_bytes = sum(o.spec.num_bytes for o in plan.outputs if o.file in done)
-                execute(
+                counts = execute(
                     plan, sink, workers=options.workers, digests=options.digests, skip_files=done,
                     source_digests=source.promised_digests,
                     progress=progress(plan.tensor_bytes, done_bytes) if progress else lambda _: None,
                 )  # fmt: skip
-            _write_small_files(plan, source, folder, sink.digests)
+            _write_small_files(plan, source, folder, sink.digests, counts)
         folder.commit()
+    except CoverageError:  # values that overflow: no run of this plan can end otherwise, so nothing is kept for one
+        shutil.rmtree(folder.partial)
+        raise
     finally:
         folder.close()
+    return counts
 
 
 def _already_written(folder: ResultFolder) -> int:
@@ -174,7 +208,9 @@ def _sink(folder: ResultFolder, plan: Plan, options: Options) -> Iterator[FileSi
         sink.close()
 
 
-def _write_small_files(plan: Plan, source: Source, folder: ResultFolder, digests: dict[str, str]) -> None:
+def _write_small_files(
+    plan: Plan, source: Source, folder: ResultFolder, digests: dict[str, str], counts: dict[str, CastCount]
+) -> None:
     side = {}
     for path, name in plan.side:
         folder.copy(path, name)
@@ -182,7 +218,10 @@ def _write_small_files(plan: Plan, source: Source, folder: ResultFolder, digests
     for name, data in plan.extra.items():
         folder.add(name, data)
         side[name] = xxhash.xxh3_128_hexdigest(data)
-    folder.add(MANIFEST, dump_manifest(_manifest(plan, source, folder.digest, digests, side)))
+    manifest = _manifest(plan, source, folder.digest, digests, side) | cast_data(plan, counts)
+    for name, cast in cast_tensors(plan, counts).items():
+        manifest["tensors"][name]["cast"] = cast
+    folder.add(MANIFEST, dump_manifest(manifest))
 
 
 def _manifest(
@@ -215,17 +254,20 @@ def _manifest(
 
 
 def _source_digests(plan: Plan, source: Source, digests: dict[str, str]) -> dict[str, str]:
-    """Return what is known of the source's bytes: its own manifest, and the tensors that moved whole."""
+    """Return what is known of the source's bytes: its own manifest, and the tensors that moved whole and uncast."""
     from ckptkit.mapping.expr import Leaf
 
     known = source.promised_digests
     for output in plan.outputs:
-        if isinstance(output.expr, Leaf) and output.spec.name in digests:
+        if isinstance(output.expr, Leaf) and output.spec.name in digests and not output.cast_from:
             known[output.expr.name] = digests[output.spec.name]
     return known
 
 
-def _report(plan: Plan, src: Path, dst: Path, choice: Choice, options: Options, seconds: float) -> Report:
+def _report(
+    plan: Plan, src: Path, dst: Path, choice: Choice, options: Options, counts: dict[str, CastCount] | None,
+    seconds: float,
+) -> Report:  # fmt: skip
     verb = "would convert" if options.dry_run else "converted"
     report = Report("convert", f"{verb} `{src}` -> `{dst}`")
     report.add("family", f"{choice.family.name} ({choice.family_from})")
@@ -237,7 +279,10 @@ def _report(plan: Plan, src: Path, dst: Path, choice: Choice, options: Options, 
         report.add("files", text)
     if plan.side or plan.extra:
         report.add("beside", ", ".join(sorted([name for _, name in plan.side] + list(plan.extra))))
-    for label, fates in (("ignored", plan.ignored), ("dropped", plan.dropped), ("unmapped", plan.unmapped)):
+    for text in cast_rows(plan, counts):
+        report.add("cast", text)
+    fates_of = {key: getattr(plan, key) for key in ("kept", "ignored", "dropped", "unmapped")}
+    for label, fates in fates_of.items():
         reasons = {fate.name: fate.reason for fate in fates}
         first = {pattern: next(iter(reasons.values())) for pattern, _ in fold_names(reasons)}
         for pattern, count in fold_names(reasons):
@@ -246,6 +291,8 @@ def _report(plan: Plan, src: Path, dst: Path, choice: Choice, options: Options, 
         report.add("note", note)
     report.add("cost", _cost(plan, options, seconds))
     report.data = plan.to_json() | {"source": str(src), "target": str(dst), "dry_run": options.dry_run}
+    for key, value in cast_data(plan, counts).items():
+        report.data[key] = {**value, "tensors": cast_tensors(plan, counts)}
     return report
 
 

@@ -45,7 +45,7 @@ class Formula:
         return frozenset(atom for term in self.terms for _, atom in term if isinstance(atom, str))
 
     def value(self, dim: Callable[[str], int]) -> int:
-        """Return the number; raise ZeroDivisionError or ValueError (saying which) on a quotient that is not whole."""
+        """Return the number; raise ValueError on a quotient that is not whole."""
         total = 0
         for term in self.terms:
             product = 1
@@ -125,7 +125,10 @@ class Numbers:
 
     def flag(self, name: str) -> bool:
         """Return a flag; raise UsageError when config.json has something that is neither true nor false."""
-        flag = self.flags[name]
+        return self.answer(self.flags[name], name)
+
+    def answer(self, flag: Flag, name: str) -> bool:
+        """Return what a flag comes to; `name` is how errors call it."""
         value = None if flag.key is None else self.config.get(flag.key)
         if value is None:
             value = flag.default
@@ -175,12 +178,9 @@ class Numbers:
         return f"`{name}`" if key is None else f"`{key}`"
 
     def _missing(self, key: str | None, name: str, value: object, wanted: str) -> UsageError:
-        if value is None:
-            what = f"config.json has no `{key}`"
-        else:
-            what = f"`{key}` in config.json is {value!r}, not {wanted}"
+        said = f"`{key}` in config.json is {value!r}, not {wanted}"
         return UsageError(
-            what,
+            f"config.json has no `{key}`" if value is None else said,
             why=f"`{self.origin}` computes `{name}` from it",
             hint=f'add `"{key}"` to config.json, or pass the right one with `--config`',
         )

@@ -15,7 +15,7 @@ class TensorRow:
     """A catalogue row: an HF tensor (or one per layer and expert), its shape, and whether a bias goes with it.
 
     `bias` is None, `always`, or the name of a flag; `layers` is a layer set or None for all; `optional` is the
-    reason why the tensor may be absent, or empty.
+    reason why the tensor may be absent, or empty; a tensor with `keep_fp32` is cast to no dtype but F32.
     """
 
     hf: str
@@ -26,11 +26,12 @@ class TensorRow:
     optional: str
     stage: str
     where: str
+    keep_fp32: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class OpSpec:
-    """An op as a row spells it; which fields count depends on `op` (see docs/tables.md)."""
+    """An op as a row spells it; which fields count depends on `op` (see mappings/README.md)."""
 
     op: str
     axis: int = 0

@@ -26,7 +26,7 @@ class Rule:
 
     `tp_axis` and `ep_axis` are the axes that those parallelisms cut, or None; `tp_unit` and `ep_unit` the rows of
     one indivisible unit there. `tp_unless` names a setting that keeps the tensor whole; `tp_indivisible` says
-    whether a degree that does not divide it is refused or replicates it.
+    whether a degree that does not divide it is refused or replicates it. With `keep_fp32` it is cast to F32 only.
     """
 
     sources: tuple[Leaf, ...]
@@ -43,6 +43,7 @@ class Rule:
     ep_unit: int = 1
     tp_unless: str | None = None
     tp_indivisible: str = "refuse"
+    keep_fp32: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,7 @@ def resolve(family: Family, config: Mapping[str, Any], dialect: str, variant: st
     for dim in catalogue.multiples:
         numbers.dim(dim)
     build = _Builder(numbers, {row.hf: row for row in catalogue.rows}, catalogue.ranges)
-    tied = catalogue.tied is not None and Numbers(
-        config, {}, {}, {"tied": catalogue.tied}, {}, catalogue.files[-1], {}
-    ).flag("tied")
+    tied = catalogue.tied is not None and numbers.answer(catalogue.tied, "tied")
     ignores = table.ignores if dialect == "hf" else catalogue.ignores + table.ignores
     return RuleSet(
         family=family.name,
@@ -158,8 +157,8 @@ class _Builder:
             tp, tp_unit = self._cut(row, row.tp, expr.shape)
             ep, ep_unit = self._cut(row, row.ep, expr.shape)
         except CkptkitError as error:
-            why = error.why or f"{row.where} makes `{target}`"
-            raise type(error)(f"{row.where}: {error.what}", items=error.items, why=why, hint=error.hint) from None
+            why = "; ".join(filter(None, [error.why, f"{row.where} makes `{target}`"]))
+            raise type(error)(error.what, items=error.items, why=why, hint=error.hint) from None
         return Rule(
             sources=tuple(leaf for leaf, _ in pairs),
             target=target,
@@ -175,6 +174,7 @@ class _Builder:
             ep_unit=ep_unit,
             tp_unless=None if row.tp is None else row.tp.unless,
             tp_indivisible="refuse" if row.tp is None else row.tp.indivisible,
+            keep_fp32=any(self.tensors[hf].keep_fp32 for hf in row.hf),
         )
 
     def _expr(self, row: MapRow, known: Mapping[str, int], *, bias: bool) -> Expr:

@@ -26,14 +26,13 @@ from ckptkit.mapping.rows import (
     OpSpec,
     TensorRow,
 )
-from ckptkit.mapping.rows import Family as Family
 
 CATALOGUE_KEYS = (
     "family", "aliases", "model_types", "architectures", "extends", "about", "tied",
     "dims", "multiples", "flags", "sets", "ranges", "tensor", "ignore", "config",
 )  # fmt: skip
 DIALECT_KEYS = ("family", "dialect", "variant", "extends", "about", "tensor", "ignore", "expect")
-TENSOR_KEYS = ("hf", "shape", "bias", "layers", "tied_to", "optional", "stage")
+TENSOR_KEYS = ("hf", "shape", "bias", "layers", "tied_to", "optional", "stage", "keep_fp32")
 MAP_KEYS = ("hf", "target", "ops", "tp", "ep", "stage")
 OP_KEYS: Mapping[str, tuple[str, ...]] = {
     "concat": ("axis",),
@@ -182,6 +181,9 @@ def _tensor_rows(row: Fields) -> list[TensorRow]:
     bias = row.data.get("bias", False)
     if not isinstance(bias, bool | str):
         raise row.error(f"`bias` must be true or the name of a flag, not {bias!r}")
+    keep_fp32 = row.data.get("keep_fp32", False)
+    if not isinstance(keep_fp32, bool):
+        raise row.error(f"`keep_fp32` must be true or false, not {keep_fp32!r}")
     rows = [
         TensorRow(
             hf=name,
@@ -192,6 +194,7 @@ def _tensor_rows(row: Fields) -> list[TensorRow]:
             optional=row.text("optional", ""),
             stage=_stage(row, name, "hf"),
             where=row.where,
+            keep_fp32=keep_fp32,
         )
         for name, shape in zip(hf, shapes, strict=True)
     ]

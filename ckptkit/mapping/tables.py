@@ -8,7 +8,7 @@ when it is first needed. `hf/<family>.toml` is a catalogue; `<dialect>/<family>.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import resources
@@ -24,6 +24,7 @@ from ckptkit.mapping.schema import parse_catalogue, parse_dialect, parse_file, r
 HUB = "hf"
 MINDFORMERS = ("mindformers-legacy", "mindformers-mcore")
 Key = tuple[str, str, str]  # dialect, family, variant
+Words = Callable[[Catalogue], tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Tables:
         self._catalogues: dict[str, Catalogue] = {}
         self._dialects: dict[Key, DialectTable] = {}
         self._linked: dict[str, Catalogue] = {}
+        self._checked: dict[Key, DialectTable] = {}
         self._own: set[str] = set()
         for path in extra:
             self._take(path)
@@ -58,7 +60,7 @@ class Tables:
 
     def family(self, name: str) -> Family:
         """Return a family by its name or an alias; raise UsageError listing the families when there is none."""
-        found = self._find(name.lower(), lambda c: (c.family, *c.aliases))
+        found = self._find(name.lower(), _names)
         if found is None:
             near = get_close_matches(name.lower(), self._words(), 3)
             raise UsageError(
@@ -70,11 +72,11 @@ class Tables:
         return found
 
     def for_config(self, config: Mapping[str, Any]) -> Family:
-        """Return the family of a config.json: by its model_type, then by its architectures."""
+        """Return the family of a config.json: by its model_type, or without one by its architectures."""
         kind, architectures = config.get("model_type"), config.get("architectures") or []
-        found = self._find(kind, lambda c: c.model_types) if isinstance(kind, str) else None
-        for name in architectures if found is None and isinstance(architectures, list) else []:
-            found = found or self._find(name, lambda c: c.architectures)
+        found = self._find(kind, _model_types) if isinstance(kind, str) else None
+        for name in architectures if kind is None and isinstance(architectures, list) else []:
+            found = found or self._find(name, _architectures)
         if found is None:
             said = f'model_type "{kind}"' if kind is not None else "no model_type"
             raise UsageError(
@@ -127,6 +129,7 @@ class Tables:
     def check(self) -> tuple[str, ...]:
         """Parse and link every table and return their files; raise UsageError on the first fault."""
         files: dict[str, None] = {}
+        self._check_claims()
         for name in self.families():
             family = self.family(name)
             for dialect in (HUB, *self.dialects(name)):
@@ -136,6 +139,12 @@ class Tables:
         if strays:
             raise UsageError(f"there are dialect tables for `{strays[0]}`, but no `hf/{strays[0]}.toml`")
         return tuple(files)
+
+    def _check_claims(self) -> None:
+        """Raise UsageError when two families claim one name, model_type or architecture."""
+        for words in (_names, _model_types, _architectures):
+            for word in {w for name in self.families() for w in words(self._catalogue(name))}:
+                self._find(word, words, all_files=True)
 
     def _keys(self) -> set[Key]:
         return set(self._paths) | set(self._dialects)
@@ -149,13 +158,15 @@ class Tables:
         if table is not None:
             self._dialects[table.dialect, table.family, table.variant] = table
 
-    def _find(self, word: str, words: Any) -> Family | None:
-        """Return the family that claims `word`; a user's own goes first, two shipped ones are an error."""
-        if word in self.families() and word in words(self._catalogue(word)):
-            return self._family(word)
-        claims = [name for name in self.families() if word in words(self._catalogue(name))]
-        own = [name for name in claims if name in self._own]
-        claims = own or claims
+    def _find(self, word: str, words: Words, *, all_files: bool = False) -> Family | None:
+        """Return the family that claims `word`; a user's own goes first, two shipped ones are an error.
+
+        The family of that very name needs no look into the other files, unless `all_files` is set.
+        """
+        claims = [name for name in sorted(self._own) if word in words(self._catalogue(name))]
+        if not claims and not all_files and word in self.families() and word in words(self._catalogue(word)):
+            claims = [word]
+        claims = claims or [name for name in self.families() if word in words(self._catalogue(name))]
         if len(claims) > 1:
             raise UsageError(
                 f"`{word}` is claimed by two families, {claims[0]} and {claims[1]}",
@@ -226,6 +237,11 @@ class Tables:
 
     def _table(self, family: str, dialect: str, variant: str) -> DialectTable:
         """Return a dialect table, built up from those that it extends and from its variant's overrides, checked."""
+        if (dialect, family, variant) not in self._checked:
+            self._checked[dialect, family, variant] = self._build(family, dialect, variant)
+        return self._checked[dialect, family, variant]
+
+    def _build(self, family: str, dialect: str, variant: str) -> DialectTable:
         catalogue = self._catalogue(family)
         chain = self._chain(family, dialect)
         table = _identity(catalogue) if dialect == HUB else self._base(chain, dialect)
@@ -262,6 +278,18 @@ def load_tables(extra: Sequence[Path] = ()) -> Tables:
     return Tables(folder, extra)
 
 
+def _names(catalogue: Catalogue) -> tuple[str, ...]:
+    return (catalogue.family, *catalogue.aliases)
+
+
+def _model_types(catalogue: Catalogue) -> tuple[str, ...]:
+    return catalogue.model_types
+
+
+def _architectures(catalogue: Catalogue) -> tuple[str, ...]:
+    return catalogue.architectures
+
+
 def _list_tables(folder: Path) -> dict[Key, Path]:
     found = {}
     for path in sorted(folder.glob("*/*.toml")):
@@ -272,9 +300,7 @@ def _list_tables(folder: Path) -> dict[Key, Path]:
 
 def _identity(catalogue: Catalogue) -> DialectTable:
     """Return the hub as a spoke of itself: every tensor under its own name."""
-    rows = tuple(
-        MapRow((r.hf,), r.hf, (), None, None, r.stage, r.where) for r in catalogue.rows
-    )
+    rows = tuple(MapRow((r.hf,), r.hf, (), None, None, r.stage, r.where) for r in catalogue.rows)
     return DialectTable(catalogue.family, HUB, "", None, "", rows, catalogue.ignores, (), catalogue.files)
 
 

@@ -14,25 +14,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckptkit.cast import why_kept
 from ckptkit.errors import CoverageError
 from ckptkit.formats.base import Checkpoint
 from ckptkit.formats.registry import lay_out_checkpoint
 from ckptkit.mapping.expr import Expr, leaves, substitute
 from ckptkit.mapping.rules import Rule, RuleSet
 from ckptkit.plan.match import Match, match
-from ckptkit.plan.plan import OutputTensor, Plan
+from ckptkit.plan.plan import Fate, OutputTensor, Plan
 from ckptkit.plan.prove import prove
-from ckptkit.types import TensorInfo, TensorSpec
+from ckptkit.types import DTYPES, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the user asked for: the file kind of `formats/registry.py`, shard size, and leniencies."""
+    """What the user asked for: the file kind of `formats/registry.py`, shard size, leniencies, and a dtype to cast to.
+
+    `dtype` is None to change no value; `clamp` is about the casts (see `Plan`).
+    """
 
     kind: str
     max_shard_bytes: int
     tie: bool = False
     allow_unmapped: bool = False
+    dtype: str | None = None
+    clamp: bool = False
 
 
 def build_plan(
@@ -51,14 +57,14 @@ def build_plan(
     when a tensor is missing, misshapen, unmapped or contradictory.
     """
     matched = match(source, source_rules, tie=target.tie, allow_unmapped=target.allow_unmapped)
-    specs, exprs = _outputs(source_rules, target_rules, matched)
+    specs, exprs, kept = _outputs(source_rules, target_rules, matched, target.dtype)
     files, extra = lay_out_checkpoint(target.kind, specs, max_shard_bytes=target.max_shard_bytes)
     place = {name: number for number, file in enumerate(files) for name in file.extents}
     outputs = tuple(
         OutputTensor(spec, place[spec.name], expr, {leaf.name: matched.found[leaf.name] for leaf in leaves(expr)})
         for spec, expr in sorted(zip(specs, exprs, strict=True), key=lambda pair: place[pair[0].name])
     )
-    edited, edits = _edit_config(config, side, matched, source_rules)
+    edited, edits = _edit_config(config, side, _config_changes(config, matched, source_rules, target.dtype))
     plan = Plan(
         outputs=outputs,
         files=tuple(files),
@@ -71,25 +77,39 @@ def build_plan(
         facts=_facts(source, source_rules, target_rules, target),
         compared_bytes=matched.compared_bytes,
         sources=source.files,
+        kept=tuple(kept),
+        clamp=target.clamp,
     )
     prove(plan, source)
     return plan
 
 
-def _outputs(source: RuleSet, target: RuleSet, matched: Match) -> tuple[list[TensorSpec], list[Expr]]:
-    """Return each output's spec and its expression over stored tensors, in the order of the model."""
+def _outputs(
+    source: RuleSet, target: RuleSet, matched: Match, wanted: str | None
+) -> tuple[list[TensorSpec], list[Expr], list[Fate]]:
+    """Return each output's spec and its expression over stored tensors, in the order of the model.
+
+    The third list says which outputs the `wanted` dtype leaves alone, and why.
+    """
     hub: dict[str, Expr] = {}
     for rule in source.rules:
         if rule.target not in matched.absent:
             hub.update(zip((leaf.name for leaf in rule.sources), rule.inverse, strict=True))
-    specs, exprs = [], []
+    specs, exprs, kept = [], [], []
     for rule in target.rules:
         if not _producible(rule, hub, source, target):
             continue
         expr = substitute(rule.expr, hub)
-        specs.append(TensorSpec(rule.target, expr.shape, _dtype(rule, expr, matched.found)))
+        dtypes = {leaf.name: matched.found[leaf.name].dtype for leaf in leaves(expr)}
+        why = None
+        if wanted is not None and set(dtypes.values()) != {wanted}:
+            why = why_kept(dtypes.values(), expr.shape, keep_fp32=rule.keep_fp32, wanted=wanted)
+        if why is not None:
+            kept.append(Fate(rule.target, why))
+        dtype = _one_dtype(rule, dtypes) if wanted is None or why is not None else wanted
+        specs.append(TensorSpec(rule.target, expr.shape, dtype))
         exprs.append(expr)
-    return specs, exprs
+    return specs, exprs, kept
 
 
 def _producible(rule: Rule, hub: Mapping[str, Expr], source: RuleSet, target: RuleSet) -> bool:
@@ -105,31 +125,49 @@ def _producible(rule: Rule, hub: Mapping[str, Expr], source: RuleSet, target: Ru
     return not absent
 
 
-def _dtype(rule: Rule, expr: Expr, found: Mapping[str, TensorInfo]) -> str:
-    parts = {leaf.name: found[leaf.name].dtype for leaf in leaves(expr)}
+def _one_dtype(rule: Rule, parts: Mapping[str, str]) -> str:
     dtypes = set(parts.values())
     if len(dtypes) > 1:
         raise CoverageError(
             f"`{rule.target}` would be fused from tensors of different dtypes",
             items=[f"{name}  {dtype}" for name, dtype in parts.items()],
             why="one tensor has one dtype, and a value is never cast in silence",
-            hint="convert to a variant that keeps these tensors apart",
+            hint="convert to a variant that keeps these tensors apart, or cast all with `--dtype`",
         )
     return dtypes.pop()
 
 
+def _config_changes(
+    config: Mapping[str, Any], matched: Match, rules: RuleSet, dtype: str | None
+) -> dict[str, tuple[Any, Any]]:
+    """Return what config.json must say else than it does: key -> (old, new)."""
+    changes: dict[str, tuple[Any, Any]] = {}
+    if matched.tied != rules.tied:
+        changes["tie_word_embeddings"] = (rules.tied, matched.tied)
+    if dtype is not None:
+        name = DTYPES[dtype].torch
+        keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["torch_dtype"]
+        changes |= {key: (config.get(key), name) for key in keys if config.get(key) != name}
+    return changes
+
+
 def _edit_config(
-    config: Mapping[str, Any], side: Sequence[Path], matched: Match, rules: RuleSet
+    config: Mapping[str, Any], side: Sequence[Path], changes: Mapping[str, tuple[Any, Any]]
 ) -> tuple[dict[str, bytes], list[str]]:
-    """Return the rewritten config.json when tying changed, else nothing: an unchanged one is a byte copy."""
-    if matched.tied == rules.tied or not any(path.name == "config.json" for path in side):
+    """Return config.json rewritten with `changes`, and a note of each; nothing when it can travel as a byte copy."""
+    if not changes or not any(path.name == "config.json" for path in side):
         return {}, []
-    changed = {**config, "tie_word_embeddings": matched.tied}
-    note = f"config.json: tie_word_embeddings {json.dumps(rules.tied)} -> {json.dumps(matched.tied)}"
-    return {"config.json": (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()}, [note]
+    changed = {**config, **{key: new for key, (_, new) in changes.items()}}
+    notes = [f"config.json: {key} {_plain(old)} -> {_plain(new)}" for key, (old, new) in changes.items()]
+    return {"config.json": (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()}, notes
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _facts(source: Checkpoint, source_rules: RuleSet, target_rules: RuleSet, target: Target) -> dict[str, Any]:
+    cast = {"cast": {"dtype": target.dtype, "clamp": target.clamp}} if target.dtype is not None else {}
     return {
         "family": target_rules.family,
         "from": {
@@ -145,4 +183,5 @@ def _facts(source: Checkpoint, source_rules: RuleSet, target_rules: RuleSet, tar
             "tables": list(target_rules.table_files),
         },
         "layout": {"tp": 1, "pp": 1, "ep": 1, "dp": 1},
+        **cast,
     }

@@ -15,6 +15,7 @@ from typing import Any
 
 import xxhash
 
+from ckptkit.cast import common_dtype
 from ckptkit.formats.base import OutputFile
 from ckptkit.mapping.expr import Expr, Leaf, leaves
 from ckptkit.types import TensorInfo, TensorSpec
@@ -28,13 +29,25 @@ BASE_MEMORY_BYTES = 64 << 20
 class OutputTensor:
     """One tensor to be written: `spec`, into file number `file`, as `expr` over source tensors.
 
-    The leaves of `expr` are names in the source checkpoint; `inputs` gives each its place in a file.
+    The leaves of `expr` are names in the source checkpoint; `inputs` gives each its place in a file. Where their
+    dtype is not the spec's, elements are moved in `moved_as` and then cast.
     """
 
     spec: TensorSpec
     file: int
     expr: Expr
     inputs: Mapping[str, TensorInfo]
+
+    @property
+    def moved_as(self) -> str:
+        """The dtype of the elements while ops move them: the sources' own, or one that holds all of these exactly."""
+        return common_dtype({self.inputs[leaf.name].dtype for leaf in leaves(self.expr)})
+
+    @property
+    def cast_from(self) -> str:
+        """The sources' dtype, or dtypes (`BF16+F32`), when one of them is cast; else empty."""
+        found = sorted({self.inputs[leaf.name].dtype for leaf in leaves(self.expr)})
+        return "" if found == [self.spec.dtype] else "+".join(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +64,8 @@ class Plan:
 
     `extra` are small files written from memory, `side` the files copied beside the weights (source, name);
     `ignored`, `dropped` and `unmapped` account for every source tensor that no output reads; `facts` is what the
-    manifest and the report say of families, dialects and tables.
+    manifest and the report say of families, dialects and tables. `kept` are outputs that the wanted dtype leaves
+    alone, and why; with `clamp`, values that overflow in a cast become the largest finite one.
     """
 
     outputs: tuple[OutputTensor, ...]
@@ -65,6 +79,8 @@ class Plan:
     facts: Mapping[str, Any]
     compared_bytes: int = 0
     sources: tuple[Path, ...] = field(default=())
+    kept: tuple[Fate, ...] = ()
+    clamp: bool = False
 
     @property
     def num_slices(self) -> int:
@@ -83,9 +99,15 @@ class Plan:
         return sum(output.spec.num_bytes for output in self.outputs)
 
     @property
+    def source_bytes(self) -> int:
+        """Bytes of the source tensors that outputs read, each of which is read once."""
+        used = {info.name: info.num_bytes for output in self.outputs for info in output.inputs.values()}
+        return sum(used.values())
+
+    @property
     def bytes_read(self) -> int:
         """Bytes of source tensors that the run reads, comparisons of twins included."""
-        return self.tensor_bytes + self.compared_bytes
+        return self.source_bytes + self.compared_bytes
 
     @property
     def peak_memory_bytes(self) -> int:
@@ -95,9 +117,7 @@ class Plan:
     @property
     def read_amplification(self) -> float:
         """Bytes read over the bytes of the source tensors used, each counted once."""
-        used = {info.name: info.num_bytes for output in self.outputs for info in output.inputs.values()}
-        total = sum(used.values())
-        return self.bytes_read / total if total else 1.0
+        return self.bytes_read / self.source_bytes if self.source_bytes else 1.0
 
     def digest(self) -> str:
         """Return the xxh3-128 of all that decides the result: outputs, layout, source files and their times."""
@@ -130,6 +150,7 @@ class Plan:
             "outputs": [
                 dict(zip(("name", "shape", "dtype", "value"), _output_row(o), strict=True))
                 | {"file": self.files[o.file].name}
+                | ({"from": o.cast_from} if o.cast_from else {})
                 for o in self.outputs
             ],
             "ignored": [[f.name, f.reason] for f in self.ignored],

@@ -429,9 +429,9 @@ def test_metadata_of_an_index_that_is_missing_or_odd_is_only_noted(tmp_path: Pat
 @pytest.mark.parametrize(
     "text",
     [
-        '',
-        '{',
-        '[]',
+        "",
+        "{",
+        "[]",
         POINTER,
         '{"metadata":{}}',
         '{"weight_map":null}',

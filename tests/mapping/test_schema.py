@@ -208,9 +208,9 @@ DIALECT_FAULTS = [
     (OPS, "", "row 2: 2 tensors in `hf` and one target, but no op joins them"),
     (OPS, OPS[:-1] + ', { op = "concat", axis = 0 }]', "row 2: `concat` joins tensors, but only one is left"),
     (OPS, OPS[:-1] + ', { op = "transpose", perm = [1, 0] }]', "and `transpose` on axis 0 does not carry over"),
-    ('hf = ["layers.{layer}.q.weight", "layers.{layer}.k.weight"]', 'hf = "layers.{layer}.q.weight"', "row 2: `interle"),
+    ('hf = ["layers.{layer}.q.weight", "layers.{layer}.k.weight"]', 'hf = "layers.{layer}.q.weight"', "row 2: `int"),
     ('"layers.{layer}.k.weight"]', '"layers.{layer}.q.weight"]', "row 2: `hf` holds a name twice"),
-    ('"layers.{layer}.k.weight"]', '"layers.{layer}.experts.{expert}.w.weight"]', "row 2: `layers.{layer}.q.weight` and"),
+    ('"layers.{layer}.k.weight"]', '"layers.{layer}.experts.{expert}.w.weight"]', "row 2: `layers.{layer}.q.weight` "),
     ('target = "blocks.{layer}.qk.weight"', 'target = "blocks.{layer}.qk"', "but `blocks.{layer}.qk` does not end in"),
     ('target = "blocks.{layer}.qk.weight"', 'target = "blocks.qk.weight"', "`{layer}` is in `hf` and not in `blocks"),
     (STACK, "", "row 3: `perm` has 3 axes, but the tensor there has 2"),
@@ -282,15 +282,32 @@ def test_a_variant_that_leaves_a_tensor_out_is_refused(tmp_path: Path) -> None:
     assert caught.value.items == ("layers.{layer}.k.weight",)
 
 
-def test_an_alias_that_two_families_claim_is_refused(tmp_path: Path) -> None:
-    found = tables(tmp_path)
-    twin = CATALOGUE.replace('family = "toy"', 'family = "twin"').replace(
-        'model_types = ["toy"]', 'model_types = ["tw"]'
-    )
+@pytest.mark.parametrize(
+    ("kept", "claim"),
+    [
+        ('aliases = ["toys"]', "toys"),
+        ('model_types = ["toy"]', "toy"),
+        ('architectures = ["ToyForCausalLM"]', "ToyForCausalLM"),
+    ],
+)
+def test_what_two_families_claim_is_refused(tmp_path: Path, kept: str, claim: str) -> None:
+    tables(tmp_path)
+    twin = CATALOGUE.replace('family = "toy"', 'family = "twin"')
+    for line in ('aliases = ["toys"]', 'model_types = ["toy"]', 'architectures = ["ToyForCausalLM"]'):
+        twin = twin if line == kept else twin.replace(line, line.replace("oy", "win"))
     (tmp_path / "hf" / "twin.toml").write_text(twin)
-    with pytest.raises(UsageError, match=r"`toys` is claimed by two families, toy and twin"):
-        found = Tables(tmp_path)
-        found.family("toys")
+    with pytest.raises(UsageError, match=f"`{claim}` is claimed by two families, toy and twin"):
+        Tables(tmp_path).check()
+    if claim == "toys":
+        with pytest.raises(UsageError, match=r"`toys` is claimed by two families, toy and twin"):
+            Tables(tmp_path).family("toys")
+
+
+def test_an_optional_tensor_keeps_its_reason_and_marks_its_rules(tmp_path: Path) -> None:
+    hf = _changed(CATALOGUE, 'shape = ["hidden", 6]', 'shape = ["hidden", 6]\noptional = "older files lack it"')
+    found = tables(tmp_path, hf=hf)
+    rules = resolve(found.family("toy"), CONFIG, "meta").rules
+    assert {rule.target.split(".")[-1] for rule in rules if rule.optional} == {"w"}
 
 
 def test_a_dialect_table_without_a_catalogue_is_found_by_the_check(tmp_path: Path) -> None:

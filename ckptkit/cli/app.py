@@ -1,0 +1,68 @@
+"""The command line itself: the typer app that commands register with, the options they share, and their output.
+
+What does not live here: the commands (their own files), errors and exit codes (`run.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptkit import __version__
+from ckptkit.report import Report
+from ckptkit.settings import SETTINGS_FILE
+
+app = typer.Typer(
+    name="ckptkit",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    help="Move large-model weights between HuggingFace / PyTorch and MindSpore, exactly.",
+    epilog=f"Defaults for any option, SRC and DST included, can stand in `{SETTINGS_FILE}` in the working folder.",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+NoProgress = Annotated[bool, typer.Option("--no-progress", help="Show no progress bar.")]
+Table = Annotated[
+    list[Path] | None, typer.Option("--table", help="A mapping table of your own (TOML); can be repeated.")
+]
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    """Hold the options of ckptkit itself."""
+    if version:
+        typer.echo(f"ckptkit {__version__}")
+        raise typer.Exit
+
+
+def emit(report: Report, as_json: bool) -> None:
+    """Print a report to stdout and leave with its exit code."""
+    typer.echo(report.to_json() if as_json else report.to_text())
+    raise typer.Exit(report.exit_code)
+
+
+def progress_bar(wanted: bool) -> Callable[[int, int], Callable[[int], None]] | None:
+    """Return a factory of progress bars on stderr; None when none is wanted or stderr is no terminal."""
+    if not wanted or not sys.stderr.isatty():
+        return None
+
+    def start(total: int, done: int) -> Callable[[int], None]:
+        from tqdm import tqdm
+
+        bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, file=sys.stderr, leave=False)
+
+        def advance(count: int) -> None:
+            bar.update(count)
+            if bar.n >= total:
+                bar.close()
+
+        return advance
+
+    return start

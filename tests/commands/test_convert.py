@@ -1,0 +1,277 @@
+"""The contract: HF -> MindSpore -> HF gives the same bytes back, and everything that is not converted is accounted for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit import CoverageError, UsageError, convert, open_checkpoint
+from ckptkit.cli import run
+from ckptkit.formats.io import read_region
+from ckptkit.report import Report
+from tests.tiny_models import TinyModel, config_of, make_hf_plain, tensors_of, write_safetensors
+
+MODELS: dict[str, dict[str, Any]] = {
+    "grouped heads": {},
+    "one KV head, tied": {"kv_heads": 1, "tied": True},
+    "all heads, three shards": {"kv_heads": 4, "shards": 3},
+    "biases": {"bias": True},
+    "head_dim apart": {"head_dim": 12},
+    "twelve layers, four shards": {"layers": 12, "shards": 4},
+    "bfloat16": {"dtype": "BF16"},
+}
+VARIANTS = ["", "qkv_concat", "qkv_concat-1.4"]
+
+
+def contents(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Return every tensor of a checkpoint as (dtype, shape, bytes)."""
+    tensors = open_checkpoint(folder).tensors
+    return {name: (info.dtype, info.shape, read_region(info).tobytes()) for name, info in tensors.items()}
+
+
+def row(report: Report, label: str) -> str:
+    return "\n".join(text for name, text in report.rows if name == label)
+
+
+@pytest.mark.parametrize("format", ["safetensors", "ckpt"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_a_round_trip_gives_the_same_bytes(tmp_path: Path, model: dict[str, Any], variant: str, format: str) -> None:
+    source = make_hf_plain(tmp_path / "hf", **model)
+    convert(source, tmp_path / "ms", variant=variant or None, format=format)
+    assert contents(tmp_path / "ms") != contents(source)
+    convert(tmp_path / "ms", tmp_path / "back", max_shard_size="40kB")
+    assert contents(tmp_path / "back") == contents(source)
+    assert (tmp_path / "back" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("first", VARIANTS)
+@pytest.mark.parametrize("second", VARIANTS)
+def test_one_variant_becomes_another_as_if_made_from_hf(tmp_path: Path, first: str, second: str) -> None:
+    source = make_hf_plain(tmp_path / "hf", bias=True)
+    convert(source, tmp_path / "one", variant=first or None)
+    convert(tmp_path / "one", tmp_path / "two", to_dialect="mindformers", variant=second or None)
+    convert(source, tmp_path / "direct", variant=second or None)
+    assert contents(tmp_path / "two") == contents(tmp_path / "direct")
+
+
+def test_hf_is_written_in_shards_with_an_index(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    report = convert(source, tmp_path / "out", to_dialect="hf", max_shard_size="20kB")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = {path.name for path in (tmp_path / "out").glob("*.safetensors")}
+    assert set(index["weight_map"].values()) == files
+    assert len(files) > 2
+    assert index["metadata"]["total_size"] == sum(len(data) for _, _, data in contents(source).values())
+    assert contents(tmp_path / "out") == contents(source)
+    assert report.data["summary"]["read_amplification"] == 1.0
+
+
+def test_side_files_travel_and_others_do_not(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    for name in ("tokenizer.json", "generation_config.json", "modeling_x.py", "training_args.bin", "optimizer.pt"):
+        (source / name).write_bytes(b"{}")
+    convert(source, tmp_path / "ms")
+    convert(tmp_path / "ms", tmp_path / "back")
+    names = {path.name for path in (tmp_path / "back").iterdir()}
+    assert {"config.json", "tokenizer.json", "generation_config.json", "modeling_x.py"} < names
+    assert not names & {"training_args.bin", "optimizer.pt", "param_name_map.json"}
+
+
+def test_a_dry_run_writes_nothing_and_prints_the_plan(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    report = convert(source, tmp_path / "ms", dry_run=True, plan_file=tmp_path / "plan.json")
+    assert not (tmp_path / "ms").exists()
+    assert "would convert" in report.headline
+    assert "amplification 1.00" in row(report, "cost")
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert len(plan["outputs"]) == len(contents(source))
+    assert plan["summary"]["peak_memory_bytes"] == (64 << 20) + 4096 * plan["summary"]["slices"]
+
+
+def test_a_differing_head_unties_the_config(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    config = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (source / "config.json").write_text(json.dumps(config))
+    report = convert(source, tmp_path / "ms")
+    assert "they differ" in row(report, "note")
+    assert json.loads((tmp_path / "ms" / "config.json").read_text())["tie_word_embeddings"] is False
+    convert(tmp_path / "ms", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(source)
+
+
+def rewrite(folder: Path, change: Any, **model: Any) -> None:
+    """Write the model again after `change` has edited its tensors."""
+    tensors = tensors_of(TinyModel(**model))
+    change(tensors)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    write_safetensors(folder / "model.safetensors", tensors, "F32")
+
+
+def test_an_equal_head_of_a_tied_model_is_one_copy(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf", tied=True)
+    wanted = contents(source)
+    rewrite(source, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}), tied=True)
+    report = convert(source, tmp_path / "ms")
+    assert "bit-equal to its tied twin" in row(report, "note")
+    assert report.data["dropped"][0][0] == "lm_head.weight"
+    convert(tmp_path / "ms", tmp_path / "back")
+    assert contents(tmp_path / "back") == wanted
+
+
+def test_a_stored_head_alone_is_the_embedding_of_a_tied_model(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf", tied=True)
+    wanted = contents(source)
+    rewrite(source, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}), tied=True)
+    convert(source, tmp_path / "ms")
+    convert(tmp_path / "ms", tmp_path / "back")
+    assert contents(tmp_path / "back") == wanted
+
+
+def test_a_missing_head_is_named_and_can_be_tied_on_purpose(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    rewrite(source, lambda t: t.pop("lm_head.weight"))
+    with pytest.raises(CoverageError, match=r"1 tensors are missing") as caught:
+        convert(source, tmp_path / "ms")
+    assert caught.value.items == ("lm_head.weight",)
+    assert "--tie-embeddings" in caught.value.hint
+    assert list(tmp_path.iterdir()) == [source]
+    convert(source, tmp_path / "ms", tie_embeddings=True)
+    assert json.loads((tmp_path / "ms" / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+def test_an_unmapped_tensor_is_refused_or_reported(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    rewrite(source, lambda t: t.update({"model.extra.weight": t["model.norm.weight"]}))
+    with pytest.raises(CoverageError, match="match no row of `mappings/hf/llama.toml`"):
+        convert(source, tmp_path / "ms")
+    report = convert(source, tmp_path / "ms", allow_unmapped=True)
+    assert row(report, "unmapped") == "model.extra.weight: matches no row of the table"
+
+
+def test_buffers_are_ignored_in_one_line(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf", layers=3)
+    names = [f"model.layers.{n}.self_attn.rotary_emb.inv_freq" for n in range(3)]
+    rewrite(source, lambda t: t.update(dict.fromkeys(names, t["model.norm.weight"])), layers=3)
+    report = convert(source, tmp_path / "ms")
+    assert row(report, "ignored").startswith("3 x model.layers.{0..2}.self_attn.rotary_emb.inv_freq: buffer")
+
+
+def test_a_shape_that_contradicts_config_json_is_refused(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    config = config_of(TinyModel()) | {"vocab_size": 7}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CoverageError, match="another shape than config.json"):
+        convert(source, tmp_path / "ms")
+
+
+def test_a_wrapper_prefix_is_taken_off_and_said(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    wanted = contents(source)
+
+    def wrap(tensors: dict[str, Any]) -> None:
+        for name in list(tensors):
+            tensors[f"_orig_mod.module.{name}"] = tensors.pop(name)
+
+    rewrite(source, wrap)
+    report = convert(source, tmp_path / "back", to_dialect="hf")
+    assert "`_orig_mod.module.` was taken off" in row(report, "note")
+    assert contents(tmp_path / "back") == wanted
+
+
+def test_a_foreign_fused_checkpoint_needs_its_variant_named(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    convert(source, tmp_path / "ms", variant="qkv_concat")
+    (tmp_path / "ms" / "ckptkit.json").unlink()
+    with pytest.raises(UsageError, match="fit 2 layouts") as caught:
+        convert(tmp_path / "ms", tmp_path / "back")
+    assert "--from-variant" in caught.value.hint
+    convert(tmp_path / "ms", tmp_path / "back", from_variant="qkv_concat")
+    assert contents(tmp_path / "back") == contents(source)
+
+
+def test_a_foreign_checkpoint_file_takes_its_config_from_elsewhere(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    convert(source, tmp_path / "ms", format="ckpt")
+    lone = tmp_path / "llama.ckpt"
+    lone.write_bytes((tmp_path / "ms" / "model.ckpt").read_bytes())
+    with pytest.raises(UsageError, match="no config.json"):
+        convert(lone, tmp_path / "back")
+    convert(lone, tmp_path / "back", config=source)
+    assert contents(tmp_path / "back") == contents(source)
+
+
+def test_the_manifest_says_what_the_result_is(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    convert(source, tmp_path / "ms", variant="qkv_concat")
+    manifest = json.loads((tmp_path / "ms" / "ckptkit.json").read_text())
+    assert (manifest["to"]["dialect"], manifest["to"]["variant"]) == ("mindformers-legacy", "qkv_concat")
+    assert manifest["tensors"].keys() == contents(tmp_path / "ms").keys()
+    assert all(len(entry["xxh3_128"]) == 32 for entry in manifest["tensors"].values())
+    assert manifest["source"]["files"][0]["name"] == "model.safetensors"
+    assert str(tmp_path) not in (tmp_path / "ms" / "ckptkit.json").read_text()
+
+
+def test_no_digest_leaves_them_out(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    convert(source, tmp_path / "ms", digests=False)
+    manifest = json.loads((tmp_path / "ms" / "ckptkit.json").read_text())
+    assert {entry["xxh3_128"] for entry in manifest["tensors"].values()} == {None}
+
+
+@pytest.mark.parametrize("name", ["llama2", "codellama", "yi", "vicuna", "llama"])
+def test_a_family_is_found_by_its_aliases(tmp_path: Path, name: str) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    assert f"(`--model {name}`)" in row(convert(source, tmp_path / "ms", model=name, dry_run=True), "family")
+
+
+def test_a_settings_file_supplies_every_argument(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_hf_plain(tmp_path / "hf")
+    (tmp_path / "ckptkit.toml").write_text('[convert]\nsrc = "hf"\ndst = "ms"\nformat = "ckpt"\n')
+    monkeypatch.chdir(tmp_path)
+    assert run(["convert", "--model", "llama2"]) == 0
+    assert (tmp_path / "ms" / "model.ckpt").is_file()
+    (tmp_path / "ckptkit.toml").write_text('[convert]\nsource = "hf"\n')
+    assert run(["convert"]) == 2
+    assert "source" in capsys.readouterr().err
+
+
+def test_json_goes_to_stdout_and_errors_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    assert run(["convert", str(source), str(tmp_path / "ms"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["schema"], report["command"], report["ok"]) == (1, "convert", True)
+    assert run(["convert", str(source), str(tmp_path / "ms"), "--json"]) == 2
+    done = capsys.readouterr()
+    assert json.loads(done.out)["error"]["exit_code"] == 2
+    assert done.err.startswith("error: the output folder")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["convert", "nothing", "out"], 2, "no such file or folder"),
+        (["convert", "{hf}", "out", "--model", "lama2"], 2, "did you mean llama"),
+        (["convert", "{hf}", "out", "--to", "megatron"], 2, "has no such dialect"),
+        (["convert", "{hf}", "out", "--variant", "x"], 2, "no variant `x`"),
+        (["convert", "{hf}", "out", "--to", "hf", "--format", "ckpt"], 2, "not stored as .ckpt"),
+        (["convert", "{hf}", "out", "--max-shard-size", "5 apples"], 2, "is not a size"),
+        (["convert", "{hf}", "out", "--frmat", "ckpt"], 2, "no such option"),
+        (["convert", "{hf}", "{hf}/inside"], 2, "same as, inside, or around"),
+    ],
+)
+def test_mistakes_have_a_message_and_a_code(
+    tmp_path: Path, arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    source = make_hf_plain(tmp_path / "hf")
+    monkeypatch.chdir(tmp_path)
+    assert run([word.replace("{hf}", str(source)) for word in arguments]) == code
+    assert words in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"hf"}
