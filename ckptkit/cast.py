@@ -131,6 +131,9 @@ class Caster:
         if self._out.size < flat.size:
             self._out = np.empty(flat.size, self._out.dtype)
         out = self._out[: flat.size]
+        if (self._source, self._target) == ("BF16", "F32"):
+            _to_single(flat, "BF16", out)
+            return out.reshape(values.shape)
         with np.errstate(all="ignore"):
             for start in range(0, flat.size, CHUNK):
                 self._cast(flat[start : start + CHUNK], out[start : start + CHUNK])

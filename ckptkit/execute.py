@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -172,15 +172,13 @@ def _do(run: _Run, job: tuple[int, ...]) -> None:
     first = run.plan.outputs[job[0]]
     if not run.wants(job[0]):
         return
-    if isinstance(first.expr, Leaf) and first.inputs[first.expr.name].strides is None:
-        info = first.inputs[first.expr.name]
-        caster = run.caster(job[0])
-        if caster is None:
-            _copy(run, job[0], info)
-        else:
-            _cast(run, job[0], info, caster)
-    else:
+    info = first.inputs[first.expr.name] if isinstance(first.expr, Leaf) else None
+    if info is None or info.strides is not None or any(e.size % item_bytes(info.dtype) for e in info.extents):
         _move(run, job)
+    elif (caster := run.caster(job[0])) is None:
+        _copy(run, job[0], info)
+    else:
+        _cast(run, job[0], info, caster)
 
 
 def _copy(run: _Run, number: int, info: TensorInfo) -> None:
@@ -208,24 +206,25 @@ def _copy(run: _Run, number: int, info: TensorInfo) -> None:
 
 def _cast(run: _Run, number: int, info: TensorInfo, caster: Caster) -> None:
     """Cast a tensor that moves whole, block by block."""
-    flat = replace(info, shape=(info.num_elements,))
-    block = np.empty(min(BLOCK_BYTES // item_bytes(info.dtype), info.num_elements), DTYPES[info.dtype].carrier)
+    buffer = np.empty(min(BLOCK_BYTES, info.num_bytes) // item_bytes(info.dtype), DTYPES[info.dtype].carrier)
     state = xxhash.xxh3_128() if run.digests else None
     source_state = xxhash.xxh3_128() if run.digests and info.name in run.source_digests else None
-    size = item_bytes(run.plan.outputs[number].spec.dtype)
-    for first in range(0, info.num_elements, block.size):
-        part = block[: info.num_elements - first]
-        read_region(flat, Region((first,), (first + part.size,)), out=part, pool=run.pool)
-        if source_state is not None:
-            source_state.update(part.data)
-        data = run.cast(caster, part).data.cast("B")
-        if run.writes(number):
-            if state is not None:
-                state.update(data)
-            run.sink.put(number, first * size, data)
-        run.advance(number, len(data))
-        if run.stop.is_set():
-            raise _Stopped
+    done = 0
+    for offset, size in info.extents:
+        for start in range(0, size, buffer.nbytes):
+            block = buffer[: (size - start) // buffer.itemsize]
+            run.pool.pread_into(info.file, offset + start, block.data.cast("B"))
+            if source_state is not None:
+                source_state.update(block.data)
+            data = run.cast(caster, block).data.cast("B")
+            if run.writes(number):
+                if state is not None:
+                    state.update(data)
+                run.sink.put(number, done, data)
+            done += len(data)
+            run.advance(number, len(data))
+            if run.stop.is_set():
+                raise _Stopped
     _compare_promised(run, info, source_state.hexdigest() if source_state is not None else None)
     run.finish(number, state.hexdigest() if state is not None else None)
 
@@ -256,6 +255,8 @@ def _move(run: _Run, job: tuple[int, ...]) -> None:
             array = np.ascontiguousarray(evaluate(output.expr, region, read))
             if caster is not None:
                 array = run.cast(caster, array)
+            if not run.wants(number):
+                return
             if run.writes(number):
                 if state is not None:
                     state.update(array.reshape(-1).data.cast("B"))

@@ -288,6 +288,13 @@ def parse_args(args: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(args)
 
 
+def environment(cache: Path) -> dict[str, str]:
+    """Return the environment of the subjects: no network, no bars, and compiled modules kept, as an installation does."""
+    env = {**os.environ, "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPYCACHEPREFIX": str(cache / "pycache")}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    return env
+
+
 def main(args: Sequence[str]) -> int:
     options = parse_args(args)
     options.cache.mkdir(parents=True, exist_ok=True)
@@ -302,7 +309,7 @@ def main(args: Sequence[str]) -> int:
     print("\n".join(f"- {name}: {value}" for name, value in machine.items()), flush=True)
     data = {"machine": machine, "rounds": options.rounds, "size": options.size, "sections": {}}
     with tempfile.TemporaryDirectory(prefix="run.", dir=cache) as scratch:
-        bench = Bench(Path(scratch) / "work", {**os.environ, "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"})
+        bench = Bench(Path(scratch) / "work", environment(cache))
         context = Context(cache, options.rounds, options.size, options.tensors, frozenset(options.peers), bench, apart)
         for name in options.sections:
             section = SECTIONS[name](context)

@@ -1,4 +1,4 @@
-"""`ckptkit inspect` and `check` on the command line: they look at checkpoints and change nothing."""
+"""`ckptkit inspect`, `check` and `diff` on the command line: they look at checkpoints and change nothing."""
 
 from __future__ import annotations
 
@@ -37,3 +37,38 @@ def check_command(
     from ckptkit.commands.check import check
 
     emit(check(path, progress=progress_bar(not no_progress)), as_json)
+
+
+@app.command("diff")
+def diff_command(
+    a: Annotated[Path, typer.Argument(help="A checkpoint: folder or file, of any format and naming.", metavar="A")],
+    b: Annotated[Path, typer.Argument(help="Another one.", metavar="B")],
+    model: Annotated[
+        str | None, typer.Option("--model", help="Family or alias; config.json decides without it.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Folder or config.json of the model, when none is beside A or B.")
+    ] = None,
+    table: Table = None,
+    dialect_a: Annotated[str | None, typer.Option("--dialect-a", help="Naming of A, if its names do not tell.")] = None,
+    dialect_b: Annotated[str | None, typer.Option("--dialect-b", help="Naming of B, if its names do not tell.")] = None,
+    variant_a: Annotated[
+        str | None, typer.Option("--variant-a", help="Layout of fused tensors in A (qkv_concat, ...).")
+    ] = None,
+    variant_b: Annotated[
+        str | None, typer.Option("--variant-b", help="Layout of fused tensors in B (qkv_concat, ...).")
+    ] = None,
+    workers: Annotated[int, typer.Option("--workers", min=1, max=64, help="Threads that read and compare.")] = 2,
+    as_json: Json = False,
+    no_progress: NoProgress = False,
+) -> None:
+    """Compare two checkpoints of any formats and namings, tensor by tensor; exit code 1 if they differ."""
+    from ckptkit.commands.diff import diff
+
+    emit(
+        diff(
+            a, b, model=model, config=config, table=table or (), dialect_a=dialect_a, dialect_b=dialect_b,
+            variant_a=variant_a, variant_b=variant_b, workers=workers, progress=progress_bar(not no_progress),
+        ),
+        as_json,
+    )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 from ckptkit.commands.source import Source
 from ckptkit.errors import UsageError
 from ckptkit.mapping.rows import Family
-from ckptkit.mapping.tables import Tables
+from ckptkit.mapping.tables import Match, Tables
 
 Spoke = tuple[str, str]  # (dialect, variant)
 
@@ -81,21 +81,30 @@ def _refusals(family: Family, config: Mapping[str, Any]) -> list[str]:
     return family.warned(config)
 
 
-def choose_source(source: Source, tables: Tables, family: Family, dialect: str | None, variant: str | None) -> Spoke:
-    """Return the dialect and variant of a checkpoint: as told, as its manifest says, or as its names show."""
+def choose_source(
+    source: Source,
+    tables: Tables,
+    family: Family,
+    dialect: str | None,
+    variant: str | None,
+    *,
+    options: tuple[str, str] = ("--from", "--from-variant"),
+) -> Spoke:
+    """Return the dialect and variant of a checkpoint: as told, as its manifest says, or as its names show.
+
+    `options` are what a user passes to tell them, for the errors.
+    """
     if dialect == "mindformers":
         dialect = tables.mindformers_dialect(family)
     if dialect is not None:
-        _check_dialect(tables, family, dialect, "--from")
+        _check_dialect(tables, family, dialect, options[0])
     if source.manifest is not None and dialect is None and variant is None:
         written = source.manifest["to"]
         return written["dialect"], written["variant"]
-    if dialect == "hf":
-        return "hf", ""
     matches = [
         match
         for match in tables.detect(source.checkpoint.tensors.keys(), family)
-        if dialect in (None, match.dialect) and (variant is None or match.variant in (variant, ""))
+        if dialect in (None, match.dialect) and _may_be(match, variant)
     ]
     if not matches:
         if dialect is not None:
@@ -103,25 +112,35 @@ def choose_source(source: Source, tables: Tables, family: Family, dialect: str |
         raise UsageError(
             f"`{source.checkpoint.path.name}` has no tensor name that a {family.name} table knows",
             items=[f"it has {name}" for name in source.checkpoint.tensors],
-            hint="name the family with `--model`, the naming with `--from`, or your own table with `--table`",
+            hint=f"name the family with `--model`, the naming with `{options[0]}`, or your own table with `--table`",
         )
     best = max(match.matched for match in matches)
     found = [(m.dialect, m.variant) for m in matches if m.matched == best]
     if variant is not None:
         found = [spoke for spoke in found if spoke[1] == variant] or found
-    if len(found) == 1 or found[0][0] == "hf":
-        return found[0]
-    return _one_of(found, source)
+    spoke = found[0] if len(found) == 1 or found[0][0] == "hf" else _one_of(found, source, options[1])
+    if variant is not None and variant != spoke[1] and spoke[0] != "hf":
+        raise UsageError(
+            f"`{source.checkpoint.path.name}` is no `{variant}` checkpoint",
+            why=f"its tensor names are those of {spoke[0]}" + (f", variant {spoke[1]}" if spoke[1] else ""),
+            hint=f"leave out `{options[1]}`, or name the layout that the file has",
+        )
+    return spoke
 
 
-def _one_of(found: list[Spoke], source: Source) -> Spoke:
+def _may_be(match: Match, variant: str | None) -> bool:
+    """Say whether a match can be what `variant` names; on the HuggingFace side it names nothing."""
+    return match.dialect == "hf" or match.variant == "" or variant in (None, match.variant)
+
+
+def _one_of(found: list[Spoke], source: Source, option: str) -> Spoke:
     if len({dialect for dialect, _ in found}) == 1 and any(variant == "" for _, variant in found):
         return found[0][0], ""
     raise UsageError(
         f"the tensor names of `{source.checkpoint.path.name}` fit {len(found)} layouts",
         items=[f"{dialect}, variant {variant}" for dialect, variant in found],
         why="their fused tensors differ only in the order of rows, and nothing in the file tells which it has",
-        hint="pass `--from-variant`: the release of MindFormers that made the file decides",
+        hint=f"pass `{option}`: the release of MindFormers that made the file decides",
     )
 
 

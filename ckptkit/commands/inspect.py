@@ -69,8 +69,8 @@ def _inspect_ranks(ranks: RankSet, count: int, expect: str | Path | None, all_te
     report.data = {"path": str(ranks.folder), "ranks": {str(r): _data(c) for r, c in ranks.ranks.items()}}
     report.add("format", f"{ranks.ranks[0].kind}, sharded over {count} rank(s)")
     rows = [
-        f"rank_{rank}  {checkpoint.files[0].name}  {len(checkpoint.tensors)} tensors, {human_bytes(_file_bytes(checkpoint))}"
-        for rank, checkpoint in ranks.ranks.items()
+        f"rank_{rank}  {c.files[0].name}  {len(c.tensors)} tensors, {human_bytes(_file_bytes(c))}"
+        for rank, c in ranks.ranks.items()
     ]
     for text in listed(rows):
         report.add("ranks", text)

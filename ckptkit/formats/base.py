@@ -61,5 +61,5 @@ class Sink(Protocol):
     def put(self, output: int, offset: int, data: memoryview) -> None:
         """Take `data`, the bytes of output number `output` from `offset` (in the tensor) on."""
 
-    def finish(self, output: int, digest: str) -> None:
-        """Note that output number `output` is complete; `digest` is empty when none was asked for."""
+    def finish(self, output: int, digest: str | None) -> None:
+        """Note that output number `output` is complete; `digest` is None when the executor did not compute it."""

@@ -1,8 +1,10 @@
-"""Durable small writes, and disk errors said in words."""
+"""What the disk can promise: small files and names that are on it, folders that change places, locks; errors in words."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -21,6 +23,9 @@ _WHY = {
     errno.EIO: ("the disk reports an input/output error", "check the disk"),
 }
 
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
 
 def disk_error(error: OSError, path: Path) -> ResourceError:
     """Return the ResourceError that says what `error` means for `path`."""
@@ -35,7 +40,8 @@ def disk_error(error: OSError, path: Path) -> ResourceError:
 def write_file(path: Path, data: bytes) -> None:
     """Write a whole small file and wait until it is on disk; ResourceError when that fails."""
     try:
-        with path.open("wb") as file:
+        path.unlink(missing_ok=True)  # never through a link that took its place
+        with path.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -44,9 +50,75 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Wait until the names in `folder` are on disk."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    """Wait until the names in `folder` are on disk, where the file system knows how to."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
     finally:
         os.close(fd)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Wait until all names in `folder` and in the folders below it are on disk."""
+    for path, _, _ in os.walk(folder, topdown=False):
+        fsync_folder(Path(path))
+
+
+def make_folder(folder: Path) -> None:
+    """Make `folder` and its parents where they are missing, and wait until their names are on disk."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        fsync_folder(path.parent)
+
+
+def exchange(one: Path, two: Path) -> bool:
+    """Swap two folders in one step; False where the kernel or the file system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    done = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(two), _RENAME_EXCHANGE)
+    if done == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(two))
+
+
+def lock(fd: int, *, wait: bool = False) -> bool:
+    """Lock an open file for this process alone; False when another has it. Where locks are unknown, all is free."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF, errno.EINVAL):
+            raise
+    return True
+
+
+class Turn:
+    """One process's turn to change the names in a folder; the others wait for theirs. Held for moments only.
+
+    It is a lock on the folder itself, so that a crash leaves nothing behind.
+    """
+
+    def __init__(self) -> None:
+        self._fd = -1
+
+    def take(self, folder: Path) -> None:
+        """Wait for the turn; does nothing when it is held already."""
+        if self._fd < 0:
+            self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            lock(self._fd, wait=True)
+
+    def end(self) -> None:
+        """Let the next one have it; does nothing when it is not held."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

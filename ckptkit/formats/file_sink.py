@@ -17,6 +17,7 @@ import xxhash
 
 from ckptkit.formats.base import OutputFile
 from ckptkit.formats.disk import disk_error
+from ckptkit.formats.files import pread
 from ckptkit.formats.result_folder import ResultFolder
 from ckptkit.types import Extent
 
@@ -106,13 +107,19 @@ class FileSink:
 
     def _create(self, file: OutputFile) -> int:
         path = self._folder.partial / file.name
+        fd = -1
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            path.unlink(missing_ok=True)  # never through a link that took its place
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             _preallocate(fd, file.size)
             for offset, data in file.fixed:
                 _pwrite(fd, memoryview(data), offset)
         except OSError as error:
+            if fd >= 0:
+                os.close(fd)
+                with contextlib.suppress(OSError):
+                    path.unlink()  # give back what was allocated before the disk was full
             raise disk_error(error, path) from error
         return fd
 
@@ -128,10 +135,15 @@ class FileSink:
 
     def _read_back(self, output: int) -> str:
         state = xxhash.xxh3_128()
-        fd = self._fd(self._outputs[output][1])
+        number = self._outputs[output][1]
+        path = self._folder.partial / self._files[number].name
         for offset, size in self._extents[output]:
             for start in range(offset, offset + size, _READ_BACK_BYTES):
-                state.update(os.pread(fd, min(_READ_BACK_BYTES, offset + size - start), start))
+                count = min(_READ_BACK_BYTES, offset + size - start)
+                data = pread(path, self._fd(number), count, start)
+                if len(data) < count:
+                    raise disk_error(OSError(errno.EIO, "what was written cannot be read back"), path)
+                state.update(data)
         return state.hexdigest()
 
     def close(self) -> None:
@@ -148,7 +160,6 @@ def _preallocate(fd: int, size: int) -> None:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV):
-            os.close(fd)
             raise
         os.ftruncate(fd, size)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from ckptkit.errors import CorruptError, UsageError
 from ckptkit.formats import files, mindspore_ckpt, safetensors
 from ckptkit.formats.base import Checkpoint, FileIndex, OutputFile
-from ckptkit.formats.folder import HF_INDEX, NAME_MAP, Selection, is_index, select, with_notes
+from ckptkit.formats.folder import HF_INDEX, NAME_MAP, is_index, select, with_notes
 from ckptkit.formats.weight_map import apply_map, find_files, read_weight_map
 from ckptkit.types import TensorInfo, TensorSpec
 
@@ -74,7 +74,9 @@ def _open_folder(folder: Path) -> Checkpoint:
     selection = select(folder)
     weights = None if selection.index is None else read_weight_map(selection.index)
     paths = (*([] if weights is None else find_files(weights)), *selection.files)
-    indexes = [_read_expecting(selection, path) for path in dict.fromkeys(paths)]
+    found = [read_file(path) for path in dict.fromkeys(paths)]
+    indexes = [index for _, index in found]
+    kind = _check_one_kind({index.file.name: kind for kind, index in found})
     if weights is None:
         tensors, notes = _join(indexes)
     else:
@@ -91,7 +93,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     return Checkpoint(
         folder,
         folder,
-        selection.kind,
+        kind,
         tuple(used),
         tensors,
         metadata,
@@ -99,14 +101,17 @@ def _open_folder(folder: Path) -> Checkpoint:
     )
 
 
-def _read_expecting(selection: Selection, file: Path) -> FileIndex:
-    kind, index = read_file(file)
-    if kind != selection.kind:
+def _check_one_kind(kinds: Mapping[str, str]) -> str:
+    """Return the format that all files have; `kinds` is by file name."""
+    first = next(iter(kinds.values()))
+    odd = [f"{name} is a {kind} file" for name, kind in kinds.items() if kind != first]
+    if odd:
         raise CorruptError(
-            f"`{file}` is a {kind} file among {selection.kind} files",
-            hint="download it again, or name one file to read it alone",
+            f"the checkpoint begins with a {first} file and has files of another format",
+            items=odd,
+            hint="download these again, or name one file to read it alone",
         )
-    return index
+    return first
 
 
 def _join(indexes: Sequence[FileIndex]) -> tuple[dict[str, TensorInfo], list[str]]:

@@ -9,76 +9,31 @@ The protocol, and what a crash at each point leaves:
 5. one rename to `DST` (with `overwrite`, an exchange), parent fsynced -> done; or the old result is still there
 6. with `overwrite`: the old result is removed                         -> the next start removes it
 
-What does not live here: the bytes of tensors (`file_sink.py`) and the manifest's content (`manifest.py`).
+Where folders cannot be exchanged, 5 is two renames: the old result to `DST.old-<plan digest>`, the new one to `DST`.
+A crash between them leaves nothing under `DST`; the next start puts the old result back.
+
+Names are only changed by the process whose turn it is (a lock on the parent folder), in `open` and in `commit`;
+between them the lock on the journal says that somebody is at work. What does not live here: the bytes of tensors
+(`file_sink.py`), the journal's lines (`journal.py`), the manifest's content (`manifest.py`), and what an output may
+be (`target.py`).
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import fcntl
-import json
 import os
+import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptkit.errors import ResourceError, UsageError
-from ckptkit.formats.disk import disk_error, fsync_folder, write_file
+from ckptkit.errors import CorruptError, ResourceError, UsageError
+from ckptkit.formats.disk import Turn, disk_error, exchange, fsync_folder, fsync_tree, make_folder, write_file
+from ckptkit.formats.journal import JOURNAL, Journal
 from ckptkit.formats.manifest import MANIFEST, read_manifest
+from ckptkit.formats.target import check_space, check_target
 
-JOURNAL = "journal.jsonl"
-_RENAME_EXCHANGE = 2
-_AT_FDCWD = -100
-_SPARE_BYTES = 16 << 20
-
-
-def check_target(target: Path, sources: Iterable[Path], *, overwrite: bool) -> None:
-    """Raise UsageError when `target` is, holds, or lies inside a source, or is in use and not to be replaced."""
-    real = Path(os.path.realpath(target))
-    for source in sources:
-        origin = Path(os.path.realpath(source))
-        if real == origin or origin in real.parents or real in origin.parents:
-            raise UsageError(
-                f"the output `{target}` is the same as, inside, or around the input `{source}`",
-                why="writing there could destroy the input while it is being read",
-                hint="choose an output folder outside the input",
-            )
-    if real.exists() and not real.is_dir():
-        raise UsageError(f"the output `{target}` is a file", hint="name a folder: it will hold the result")
-    if not overwrite and real.is_dir() and any(real.iterdir()):
-        raise UsageError(
-            f"the output folder `{target}` is not empty",
-            why="files of two results would be mixed",
-            hint="choose another folder, or pass `--overwrite` to replace it when the new result is complete",
-        )
-
-
-def check_space(target: Path, needed_bytes: int) -> None:
-    """Raise ResourceError when the disk of `target` cannot take `needed_bytes` more, or cannot be written."""
-    parent = _existing_parent(target)
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise ResourceError(
-            f"`{parent}` cannot be written",
-            why="it is read-only, or belongs to another user",
-            hint="choose an output folder where you may write",
-        )
-    stat = os.statvfs(parent)
-    free = stat.f_bavail * stat.f_frsize
-    if needed_bytes + _SPARE_BYTES > free:
-        raise ResourceError(
-            f"the result needs {needed_bytes:,} bytes and `{parent}` has {free:,} free",
-            why="a conversion that runs out of space in the middle helps nobody",
-            hint=f"free {needed_bytes + _SPARE_BYTES - free:,} bytes, or choose another disk",
-        )
-
-
-def _existing_parent(target: Path) -> Path:
-    parent = Path(os.path.realpath(target)).parent
-    while not parent.exists():
-        parent = parent.parent
-    return parent
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(slots=True)
@@ -90,7 +45,8 @@ class ResultFolder:
     overwrite: bool = False
     finished: dict[str, dict[str, str]] = field(default_factory=dict)
     complete: bool = False
-    _journal: int = -1
+    _turn: Turn = field(default_factory=Turn)
+    _journal: Journal | None = None
 
     @property
     def partial(self) -> Path:
@@ -101,18 +57,30 @@ class ResultFolder:
         return self.target.with_name(f"{self.target.name}.old-{self.digest}")
 
     def open(self) -> None:
-        """Make or take over the partial folder; afterwards `finished` and `complete` say what is already there."""
+        """Make or take over the partial folder; afterwards `finished` and `complete` say what is already there.
+
+        Raises UsageError when another process is at work on `target`, when an unfinished result of another plan is
+        in the way, or when the target is in use after what a crash left has been repaired.
+        """
         self.target = Path(os.path.realpath(self.target))
         try:
-            self.target.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.target.parent)
+            self._turn.take(self.target.parent)
             repair(self.target)
-            self._refuse_others()
+            check_target(self.target, [], overwrite=self.overwrite)
+            self._clear_others()
             self._take_over()
         except OSError as error:
             raise disk_error(error, self.partial) from error
+        finally:
+            if not self.complete:  # a whole result is committed in the same turn
+                self._turn.end()
 
-    def _refuse_others(self) -> None:
+    def _clear_others(self) -> None:
         others = [path for path in siblings(self.target, "partial") if path != self.partial]
+        for path in others:
+            if (path / JOURNAL).exists():
+                Journal.take(path).close()
         if others and not self.overwrite:
             raise UsageError(
                 f"an unfinished result of another plan lies beside `{self.target.name}`",
@@ -121,150 +89,154 @@ class ResultFolder:
                 hint="remove it, or pass `--overwrite`",
             )
         for path in others:
-            with _locked_journal(path):
-                shutil.rmtree(path)
+            shutil.rmtree(path)
 
     def _take_over(self) -> None:
-        journal = self.partial / JOURNAL
-        if self.partial.is_dir() and not journal.exists():
-            manifest = read_manifest(self.partial)
-            if manifest is not None and manifest.get("plan") == self.digest:
+        if self.partial.is_dir() and not (self.partial / JOURNAL).exists():
+            if _is_whole(self.partial, self.digest):
                 self.complete = True
                 return
             shutil.rmtree(self.partial)
         self.partial.mkdir(exist_ok=True)
-        self._journal = os.open(journal, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        _lock(self._journal, self.partial)
-        self.finished = _read_journal(journal, self.digest)
+        self._journal = Journal.take(self.partial)
+        self.finished = self._journal.resume(self.digest)
         if not self.finished:
-            os.ftruncate(self._journal, 0)
-            self._note({"plan": self.digest})
+            _empty(self.partial)
 
     def note_finished(self, file: str, digests: Mapping[str, str]) -> None:
         """Write down that `file` is complete and on disk; `digests` are those of its tensors."""
-        self._note({"file": file, "digests": dict(digests)})
-
-    def _note(self, entry: Mapping[str, object]) -> None:
-        os.write(self._journal, (json.dumps(entry) + "\n").encode())
-        os.fsync(self._journal)
+        assert self._journal is not None
+        self._journal.note_finished(file, digests)
 
     def add(self, name: str, data: bytes) -> None:
         """Write a small file from memory."""
         write_file(self.partial / name, data)
 
     def copy(self, source: Path, name: str) -> None:
-        """Copy a side file, its bytes unchanged."""
-        write_file(self.partial / name, source.read_bytes())
+        """Copy a side file, its bytes unchanged; ResourceError when it cannot be read any more."""
+        try:
+            data = source.read_bytes()
+        except OSError as error:
+            raise ResourceError(
+                f"cannot read `{source}`: {(error.strerror or str(error)).lower()}",
+                why="it was there when the conversion began, and the result should have a copy of it",
+                hint="put it back, then run the same command again: finished files are kept",
+            ) from error
+        self.add(name, data)
 
     def commit(self) -> None:
         """Give the finished folder its name; either the old result or the new one is there at any moment."""
         try:
+            self._turn.take(self.target.parent)
             if not self.complete:
                 (self.partial / JOURNAL).unlink()
-                fsync_folder(self.partial)
+                fsync_tree(self.partial)
             self._rename()
             fsync_folder(self.target.parent)
-            if self._old.exists():
-                shutil.rmtree(self._old)
         except OSError as error:
             raise disk_error(error, self.target) from error
+        else:
+            self._remove_old()
         finally:
             self.close()
 
     def _rename(self) -> None:
-        if not self.target.exists() or not any(self.target.iterdir()):
+        if not _is_filled(self.target):
             self.partial.rename(self.target)
         elif not self.overwrite:
-            raise UsageError(f"`{self.target}` was filled by somebody else while this result was being made")
-        elif _exchange(self.partial, self.target):
+            raise UsageError(
+                f"`{self.target}` was filled by somebody else while this result was being made",
+                hint="choose another output folder, or pass `--overwrite`: the finished files are kept",
+            )
+        elif exchange(self.partial, self.target):
             self.partial.rename(self._old)
         else:
             self.target.rename(self._old)
-            self.partial.rename(self.target)
+            try:
+                self.partial.rename(self.target)
+            except OSError:
+                self._old.rename(self.target)
+                raise
+
+    def _remove_old(self) -> None:
+        try:
+            if self._old.exists():
+                shutil.rmtree(self._old)
+        except OSError as error:
+            raise ResourceError(
+                f"the new result is in place, but the old one could not be removed: {error}",
+                hint=f"remove `{self._old.name}` by hand",
+            ) from error
 
     def close(self) -> None:
-        """Let go of the lock; what is unfinished stays for the next run of the same plan."""
-        if self._journal >= 0:
-            os.close(self._journal)
-            self._journal = -1
+        """Let go of the locks; what is unfinished stays for the next run of the same plan."""
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+        self._turn.end()
 
 
 def siblings(target: Path, word: str) -> list[Path]:
-    """Return the folders `DST.<word>-<digest>` beside `target`, sorted."""
+    """Return the folders `DST.<word>-<digest>` beside `target`, sorted; other names are the user's own."""
     prefix = f"{target.name}.{word}-"
-    parent = target.parent
-    return sorted(p for p in parent.iterdir() if p.name.startswith(prefix) and p.is_dir()) if parent.is_dir() else []
+    return sorted(
+        path
+        for path in target.parent.iterdir()
+        if path.name.startswith(prefix) and _DIGEST.fullmatch(path.name.removeprefix(prefix)) and path.is_dir()
+    )
 
 
 def repair(target: Path) -> None:
-    """Finish what a crash between the two renames of an overwrite, or before the removal of the old, left."""
+    """Finish what a crash between the two renames of an overwrite, or before the removal of the old, left.
+
+    Raises UsageError when a result that was set aside is neither replaced nor about to be.
+    """
     for old in siblings(target, "old"):
-        if target.exists():
+        digest = old.name[-32:]
+        if _plan_of(target) == digest:
             shutil.rmtree(old)
-        else:
+        elif not _is_filled(target) and target.with_name(f"{target.name}.partial-{digest}").is_dir():
             old.rename(target)
+        else:
+            raise UsageError(
+                f"`{old.name}` is a result that an unfinished `--overwrite` set aside",
+                why=f"`{target.name}` is not what replaced it, so it may be the only one",
+                hint=f"rename it to `{target.name}`, or remove it",
+            )
 
 
-def _read_journal(journal: Path, digest: str) -> dict[str, dict[str, str]]:
-    """Return the finished files of a journal; a torn last line counts for nothing."""
-    finished: dict[str, dict[str, str]] = {}
-    for number, line in enumerate(journal.read_text(errors="replace").splitlines()):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            break
-        if number == 0 and entry.get("plan") != digest:
-            return {}
-        if "file" in entry:
-            finished[entry["file"]] = entry["digests"]
-    return finished
+def _is_filled(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
 
 
-def _lock(fd: int, folder: Path) -> None:
+def _plan_of(folder: Path) -> str | None:
+    """Return the digest of the plan that made `folder`, or None when that is not known."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise UsageError(
-            f"another process is writing `{folder.name}`",
-            why="two runs of one conversion would overwrite each other",
-            hint="wait for it to end",
-        ) from None
-    if not (folder / JOURNAL).exists() or os.fstat(fd).st_ino != (folder / JOURNAL).stat().st_ino:
-        os.close(fd)
-        raise UsageError(f"another process has just finished `{folder.name}`", hint="run the command again")
+        manifest = read_manifest(folder)
+    except CorruptError:
+        return None
+    return str(manifest.get("plan")) if manifest else None
 
 
-class _locked_journal:  # noqa: N801
-    """Hold the lock of another run's partial folder, if it has one, for the length of a `with`."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._fd = -1
-
-    def __enter__(self) -> None:
-        if (self._folder / JOURNAL).exists():
-            self._fd = os.open(self._folder / JOURNAL, os.O_RDWR)
-            _lock(self._fd, self._folder)
-
-    def __exit__(self, *_: object) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-
-
-def _exchange(one: Path, two: Path) -> bool:
-    """Swap two folders in one step; False where the kernel or the file system cannot."""
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except AttributeError:
+def _is_whole(partial: Path, digest: str) -> bool:
+    """Say whether a folder without journal is plan `digest`'s whole result, and no rest of one being removed."""
+    if _plan_of(partial) != digest:
         return False
-    done = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(two), _RENAME_EXCHANGE)
-    if done == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
-        return False
-    raise OSError(code, os.strerror(code), str(two))
+    manifest = read_manifest(partial) or {}
+    sizes = {row["name"]: row["bytes"] for row in manifest["files"]}
+    names = [*sizes, *manifest.get("side_files", {})]
+    return all((partial / name).is_file() for name in names) and all(
+        (partial / name).stat().st_size == size for name, size in sizes.items()
+    )
+
+
+def _empty(folder: Path) -> None:
+    """Remove all but the journal: what lies in a folder whose journal names no file is nobody's."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != JOURNAL:
+            path.unlink()
 
 
 __all__ = ["JOURNAL", "MANIFEST", "ResultFolder", "check_space", "check_target", "repair", "siblings"]

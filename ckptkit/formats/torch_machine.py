@@ -8,6 +8,7 @@ here: the opcodes (`torch_unpickler.py`).
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 from ckptkit.errors import CorruptError, UnsafeError
 from ckptkit.formats.torch_globals import GLOBALS
@@ -15,6 +16,7 @@ from ckptkit.formats.torch_objects import Builder, Foreign, Global, OddTensor, T
 
 MAX_NAME_BYTES = 1024
 MAX_MEMO_GAP = 1 << 16
+MAX_FOREIGN_USES = 1000
 _PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _UNSET = object()
 
@@ -31,9 +33,10 @@ class TruncatedPickle(CorruptError):
 
 
 class Machine:
-    """The state of one pickle: `at` is the next byte, `marks` are heights of `stack`, `foreign` names seen so far."""
+    """The state of one pickle: `at` is the next byte, `marks` are heights of `stack`, `foreign` and `called` the names
+    without a meaning that were asked for and called, in order."""
 
-    __slots__ = ("at", "builder", "data", "foreign", "marks", "memo", "stack", "used")
+    __slots__ = ("at", "builder", "called", "data", "foreign", "foreign_uses", "marks", "memo", "stack", "used")
 
     def __init__(self, data: bytes, file_name: str, start: int) -> None:
         self.data = data
@@ -43,26 +46,30 @@ class Machine:
         self.memo: list[object] = []
         self.used = 0
         self.foreign: dict[str, None] = {}
+        self.foreign_uses = 0
+        self.called: dict[str, None] = {}
         self.builder = Builder(file_name)
 
     def error(self, what: str) -> CorruptError:
         """Return the error that this pickle is damaged."""
         return self.builder.error(what)
 
-    def refusal(self, verb: str, name: str) -> UnsafeError:
+    def refusal(self, verb: str, name: str, items: Sequence[str] = ()) -> UnsafeError:
         """Return the error that names what the pickle wants to use."""
         file_name = self.builder.file_name
         return UnsafeError(
             f"`{file_name}` asks to {verb} {shown(name)} when it is loaded",
+            items=items,
             why="a pickle can run any code; only tensors and plain containers are read, and nothing is ever run",
             hint="prefer a safetensors copy of this checkpoint; if you trust the file, load it with PyTorch in a "
             "sandbox and save its tensors as safetensors there",
         )
 
     def foreign_refusal(self) -> UnsafeError:
-        """Return the error that names the last of the names without a meaning."""
-        names = [name for name in self.foreign if name != "builtins.getattr"] or list(self.foreign)
-        return self.refusal("import", names[-1])
+        """Return the error that names the last call of a name without a meaning, and lists them all."""
+        names = self.called or {name: None for name in self.foreign if name != "builtins.getattr"} or self.foreign
+        items = [shown(name) for name in names] if len(names) > 1 else []
+        return self.refusal("run" if self.called else "import", list(names)[-1], items)
 
     def take(self, size: int) -> bytes:
         """Return the next `size` bytes of the pickle."""
@@ -136,10 +143,12 @@ class Machine:
         self.stack.append(self.unknown(f"{module}.{name}") if known is None else known)
 
     def unknown(self, name: str) -> Foreign:
-        """Return a name without a meaning, and note that it was asked for."""
-        name = name[:MAX_NAME_BYTES]
-        self.foreign[name] = None
-        return Foreign(name)
+        """Return a name without a meaning, and note that it was asked for; a file that goes on so is refused here."""
+        self.foreign[name[:MAX_NAME_BYTES]] = None
+        self.foreign_uses += 1
+        if self.foreign_uses > MAX_FOREIGN_USES:
+            raise self.foreign_refusal()
+        return Foreign(name[:MAX_NAME_BYTES])
 
     def call_refusal(self, function: object, method: str = "") -> CorruptError:
         """Return the error for a call of `function`, or of its `method`, that the table does not have."""
@@ -148,24 +157,37 @@ class Machine:
         return self.error(f"calls a {type(function).__name__}, which is not a function")
 
     def call(self, function: object, args: object) -> object:
-        """Return the result of REDUCE: from the table, or the longer name that `getattr` would give."""
-        if type(function) is Global and function.call is not None:
-            if type(args) is not tuple:
-                raise self.error(f"calls `{function.name}` without a tuple of arguments")
-            return function.call(self.builder, args)
-        if type(function) is Foreign and function.name == "builtins.getattr" and type(args) is tuple:
-            owner, attribute = args if len(args) == 2 else (None, None)
+        """Return the result of REDUCE, from the table."""
+        if type(function) is Foreign:
+            return self.call_foreign(function, args)
+        if type(function) is not Global or function.call is None:
+            raise self.call_refusal(function)
+        if type(args) is not tuple:
+            raise self.error(f"calls `{function.name}` without a tuple of arguments")
+        return function.call(self.builder, args)
+
+    def call_foreign(self, function: Foreign, args: object) -> Foreign:
+        """Return a name for what a foreign call would give.
+
+        Nothing runs, and the pickle is refused in the end; but reading on finds the call that matters: a call of
+        `getattr(x, "y")` gives `x.y`, and arguments are made by calls that come before.
+        """
+        if function.name == "builtins.getattr" and type(args) is tuple and len(args) == 2:
+            owner, attribute = args
             if isinstance(owner, Foreign | Global) and type(attribute) is str:
                 return self.unknown(f"{owner.name}.{attribute}")
-        raise self.call_refusal(function)
+        self.called.pop(function.name, None)
+        self.called[function.name] = None
+        return self.unknown(f"{function.name}()")
 
     def build(self, target: object, state: object) -> None:
         """Accept the attributes of a container (BUILD), which hold no tensor of a state dict; refuse all else."""
         if isinstance(target, TensorView | OddTensor):
             raise self.refusal("run", "torch.Tensor.__setstate__")
-        if type(target) is not dict:
+        if type(target) is dict:
+            self.builder.set_aside(state)
+        elif type(target) is not Foreign:
             raise self.call_refusal(target, ".__setstate__")
-        self.builder.set_aside(state)
 
     def put_pairs(self, pairs: list[object]) -> None:
         """Store key, value, key, value ... in the dict on top of the stack."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ckptkit.errors import CorruptError, UnsafeError
 from ckptkit.formats.torch_machine import Machine, TruncatedPickle
-from ckptkit.formats.torch_objects import Builder, open_storage
+from ckptkit.formats.torch_objects import Builder, Foreign, open_storage
 
 MAX_OPCODES = 1 << 24
 
@@ -90,8 +90,6 @@ def _refuse_opcode(machine: Machine) -> None:
     if code == pickle.OBJ[0]:
         values = machine.since_mark() or [None]
         raise machine.call_refusal(values[0])
-    if code in (pickle.NEWOBJ[0], pickle.NEWOBJ_EX[0]):
-        raise machine.call_refusal(machine.stack[-2 if code == pickle.NEWOBJ[0] else -3])
     for opcode, layout in ((pickle.EXT1, _U1), (pickle.EXT2, _U2), (pickle.EXT4, _U4)):
         if code == opcode[0]:
             raise machine.refusal("import", f"copyreg extension {machine.number(layout)}")
@@ -165,6 +163,19 @@ def _reduce(machine: Machine) -> None:
     args = machine.stack.pop()
     function = machine.stack.pop()
     machine.stack.append(machine.call(function, args))
+
+
+def _new(num_args: int) -> Operation:
+    """NEWOBJ and NEWOBJ_EX make an object of a class: there is no class in the table that a file may make so."""
+
+    def operation(machine: Machine) -> None:
+        args = [machine.stack.pop() for _ in range(num_args)]
+        kind = machine.stack.pop()
+        if not isinstance(kind, Foreign):
+            raise machine.call_refusal(kind)
+        machine.stack.append(machine.call_foreign(kind, args))
+
+    return operation
 
 
 def _stack_global(machine: Machine) -> None:
@@ -243,6 +254,8 @@ _LISTED: dict[int, Operation] = {
         (pickle.GLOBAL, lambda m: m.name(m.line(), m.line())),
         (pickle.STACK_GLOBAL, _stack_global),
         (pickle.REDUCE, _reduce),
+        (pickle.NEWOBJ, _new(1)),
+        (pickle.NEWOBJ_EX, _new(2)),
         (pickle.BUILD, _build),
         (pickle.BINPERSID, _storage),
     )

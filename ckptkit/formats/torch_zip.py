@@ -25,6 +25,7 @@ _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED = 0x0001 | 0x0040 | 0x2000
+_DIRECTORY = 0x10  # of the external attributes; PyTorch's reader gives no bytes for such a record
 _STORED = 0
 CUT_SHORT = "the file was probably cut short while it was copied or downloaded; fetch it again"
 
@@ -146,7 +147,7 @@ def _central_entry(file: OpenFile, data: bytes, at: int) -> tuple[Record, int]:
         raise file.error("has a zip directory that ends too early")
     fields = _CENTRAL.unpack_from(data, at)
     signature, _, _, flags, method, _, _, _, packed, size, name_size, extra_size, comment_size = fields[:13]
-    header = fields[16]
+    disk, attributes, header = fields[13], fields[15], fields[16]
     names_at = at + _CENTRAL.size
     extra_at = names_at + name_size
     stop = extra_at + extra_size + comment_size
@@ -157,6 +158,8 @@ def _central_entry(file: OpenFile, data: bytes, at: int) -> tuple[Record, int]:
     name = data[names_at:extra_at]
     if method == _STORED and size != packed:
         raise file.error("has a damaged zip directory", why="an uncompressed record has two different sizes")
+    if disk not in (0, _FULL16) or (attributes & _DIRECTORY and size):
+        raise file.error("has a damaged zip directory", why="a record lies in another file, or is a folder with bytes")
     return Record(name, header, size, method, flags), stop
 
 

@@ -61,6 +61,7 @@ def override(base: DialectTable, own: DialectTable) -> DialectTable:
         rows=tuple(rows),
         ignores=base.ignores + own.ignores,
         expects=base.expects + own.expects,
+        configs=base.configs + own.configs,
         files=base.files + own.files,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,7 @@ class IgnoreRow:
 
 @dataclass(frozen=True, slots=True)
 class ConfigRow:
-    """A config key that changes the model's arithmetic in a way that no dialect's weights can hold.
+    """A config key that changes the model in a way that the weights (in a dialect's table: its nets) cannot hold.
 
     Its value must be absent, null, false or one of `allowed`; `then` is `refuse` or `warn`.
     """
@@ -133,6 +133,7 @@ class DialectTable:
     rows: tuple[MapRow, ...]
     ignores: tuple[IgnoreRow, ...]
     expects: tuple[ExpectRow, ...]
+    configs: tuple[ConfigRow, ...]
     files: tuple[str, ...]
 
 
@@ -157,16 +158,18 @@ class Family:
 
     def refused(self, config: Mapping[str, Any]) -> list[str]:
         """Return what in config.json makes a conversion wrong, one line each."""
-        return self._objections(config, "refuse")
+        return objections(self.catalogue.configs, config, "refuse")
 
     def warned(self, config: Mapping[str, Any]) -> list[str]:
         """Return what in config.json the weights convert without, but a user should know, one line each."""
-        return self._objections(config, "warn")
+        return objections(self.catalogue.configs, config, "warn")
 
-    def _objections(self, config: Mapping[str, Any], then: str) -> list[str]:
-        found = []
-        for row in self.catalogue.configs:
-            value = config.get(row.key)
-            if row.then == then and value is not None and value is not False and value not in row.allowed:
-                found.append(f"`{row.key}` is {value!r}: {row.why}")
-        return found
+
+def objections(rows: Sequence[ConfigRow], config: Mapping[str, Any], then: str) -> list[str]:
+    """Return what `rows` say against config.json, one line each."""
+    found = []
+    for row in rows:
+        value = config.get(row.key)
+        if row.then == then and value is not None and value is not False and value not in row.allowed:
+            found.append(f"`{row.key}` is {value!r}: {row.why}")
+    return found

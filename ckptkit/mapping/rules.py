@@ -16,7 +16,7 @@ from ckptkit.mapping import names
 from ckptkit.mapping.dims import Numbers
 from ckptkit.mapping.expr import Expr, Leaf, invert, node
 from ckptkit.mapping.ops import Concat, Interleave, Merge, Op, Pad, RopePermute, Split, Stack, Transpose
-from ckptkit.mapping.rows import Cut, ExpectRow, Family, IgnoreRow, MapRow, OpSpec, TensorRow
+from ckptkit.mapping.rows import Cut, ExpectRow, Family, IgnoreRow, MapRow, OpSpec, TensorRow, objections
 from ckptkit.types import Shape
 
 
@@ -101,7 +101,7 @@ def resolve(family: Family, config: Mapping[str, Any], dialect: str, variant: st
         ties=_ties(catalogue.rows, table.rows),
         tied=tied,
         table_files=tuple(dict.fromkeys((*catalogue.files, *table.files))),
-        warnings=tuple(_warnings(table.expects, numbers)),
+        warnings=(*_warnings(table.expects, numbers), *objections(table.configs, config, "warn")),
         ignores=ignores,
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.errors import UsageError
@@ -31,7 +32,7 @@ CATALOGUE_KEYS = (
     "family", "aliases", "model_types", "architectures", "extends", "about", "tied",
     "dims", "multiples", "flags", "sets", "ranges", "tensor", "ignore", "config",
 )  # fmt: skip
-DIALECT_KEYS = ("family", "dialect", "variant", "extends", "about", "tensor", "ignore", "expect")
+DIALECT_KEYS = ("family", "dialect", "variant", "extends", "about", "tensor", "ignore", "expect", "config")
 TENSOR_KEYS = ("hf", "shape", "bias", "layers", "tied_to", "optional", "stage", "keep_fp32")
 MAP_KEYS = ("hf", "target", "ops", "tp", "ep", "stage")
 OP_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -91,7 +92,8 @@ def parse_dialect(file: Fields) -> DialectTable:
     rows = file.rows("tensor", "row")
     for row in rows:
         row.only(*MAP_KEYS)
-    return _dialect(file, rows)
+    configs = tuple(_warning_row(row) for row in file.rows("config", "config row"))
+    return replace(_dialect(file, rows), configs=configs)
 
 
 def _catalogue(file: Fields, rows: list[Fields]) -> Catalogue:
@@ -126,6 +128,7 @@ def _dialect(file: Fields, rows: list[Fields]) -> DialectTable:
         rows=tuple(_map_row(row) for row in rows),
         ignores=tuple(_ignores(file)),
         expects=tuple(_expect(row) for row in file.rows("expect", "expect row")),
+        configs=(),  # in a file that is a catalogue too, config rows are the catalogue's
         files=(file.where,),
     )
 
@@ -286,6 +289,14 @@ def _config_row(row: Fields) -> ConfigRow:
     row.only("key", "allowed", "then", "why")
     then = row.choice("then", ("refuse", "warn"))
     return ConfigRow(row.text("key"), tuple(row.items("allowed")), then, row.text("why"))
+
+
+def _warning_row(row: Fields) -> ConfigRow:
+    """Return a dialect's config row, which can only warn: what a net cannot hold still converts there and back."""
+    found = _config_row(row)
+    if found.then != "warn":
+        raise row.error('a dialect\'s config row says `then = "warn"`; `refuse` belongs in the catalogue')
+    return found
 
 
 def _expect(row: Fields) -> ExpectRow:

@@ -301,7 +301,7 @@ def _list_tables(folder: Path) -> dict[Key, Path]:
 def _identity(catalogue: Catalogue) -> DialectTable:
     """Return the hub as a spoke of itself: every tensor under its own name."""
     rows = tuple(MapRow((r.hf,), r.hf, (), None, None, r.stage, r.where) for r in catalogue.rows)
-    return DialectTable(catalogue.family, HUB, "", None, "", rows, catalogue.ignores, (), catalogue.files)
+    return DialectTable(catalogue.family, HUB, "", None, "", rows, catalogue.ignores, (), (), catalogue.files)
 
 
 def _match(family: Family, table: DialectTable, counts: Mapping[str, int]) -> Match:

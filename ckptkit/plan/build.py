@@ -18,8 +18,9 @@ from ckptkit.cast import why_kept
 from ckptkit.errors import CoverageError
 from ckptkit.formats.base import Checkpoint
 from ckptkit.formats.registry import lay_out_checkpoint
-from ckptkit.mapping.expr import Expr, leaves, substitute
+from ckptkit.mapping.expr import Expr, leaves
 from ckptkit.mapping.rules import Rule, RuleSet
+from ckptkit.plan.express import express
 from ckptkit.plan.match import Match, match
 from ckptkit.plan.plan import Fate, OutputTensor, Plan
 from ckptkit.plan.prove import prove
@@ -73,7 +74,7 @@ def build_plan(
         ignored=tuple(matched.ignored),
         dropped=tuple(matched.dropped),
         unmapped=tuple(matched.unmapped),
-        notes=(*source.notes, *notes, *matched.notes, *edits),
+        notes=(*source.notes, *notes, *target_rules.warnings, *matched.notes, *edits),
         facts=_facts(source, source_rules, target_rules, target),
         compared_bytes=matched.compared_bytes,
         sources=source.files,
@@ -91,15 +92,11 @@ def _outputs(
 
     The third list says which outputs the `wanted` dtype leaves alone, and why.
     """
-    hub: dict[str, Expr] = {}
-    for rule in source.rules:
-        if rule.target not in matched.absent:
-            hub.update(zip((leaf.name for leaf in rule.sources), rule.inverse, strict=True))
     specs, exprs, kept = [], [], []
-    for rule in target.rules:
-        if not _producible(rule, hub, source, target):
+    for rule, expr, lacking in express(source, target, matched.absent):
+        if expr is None:
+            _refuse_some(rule, lacking)
             continue
-        expr = substitute(rule.expr, hub)
         dtypes = {leaf.name: matched.found[leaf.name].dtype for leaf in leaves(expr)}
         why = None
         if wanted is not None and set(dtypes.values()) != {wanted}:
@@ -112,17 +109,15 @@ def _outputs(
     return specs, exprs, kept
 
 
-def _producible(rule: Rule, hub: Mapping[str, Expr], source: RuleSet, target: RuleSet) -> bool:
-    """Say whether all of a rule's hub tensors exist; some but not all of them is an error."""
-    absent = [leaf.name for leaf in rule.sources if leaf.name not in hub]
-    if absent and len(absent) < len(rule.sources):
+def _refuse_some(rule: Rule, lacking: Sequence[str]) -> None:
+    """Raise CoverageError when some but not all of a rule's hub tensors are absent."""
+    if len(lacking) < len(rule.sources):
         raise CoverageError(
             f"`{rule.target}` needs tensors that the source does not have",
-            items=absent,
+            items=lacking,
             why=f"{rule.origin} fuses {len(rule.sources)} tensors, and only some are there",
             hint="get the missing tensors, or choose another `--variant`",
         )
-    return not absent
 
 
 def _one_dtype(rule: Rule, parts: Mapping[str, str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from ckptkit.errors import CoverageError
 from ckptkit.formats.base import Checkpoint
@@ -96,7 +97,7 @@ def _resolve_tie(pair: Tie, result: Match) -> None:
 
 
 def _sort_out_rest(source: Checkpoint, rules: RuleSet, expected: Iterable[str], result: Match) -> None:
-    side = "hf" if rules.dialect == "hf" else "dialect"
+    side: Literal["hf", "dialect"] = "hf" if rules.dialect == "hf" else "dialect"
     known = set(expected)
     for name in source.tensors:
         if name in known:

@@ -114,6 +114,13 @@ def assemble(output: OutputFile, contents: Contents) -> bytes:
     return bytes(data)
 
 
+def rewrite(file: Path, data: bytes) -> None:
+    """Replace a file's content; never cuts it to 0 bytes, which ext4 answers with a flush to disk."""
+    with file.open("r+b" if file.exists() else "wb") as stream:
+        stream.write(data)
+        stream.truncate(len(data))
+
+
 def check_read_back(form: Format, file: Path, specs: Sequence[TensorSpec], contents: Contents) -> None:
     """Fail unless `read_index` and `read_region` find in `file` just what was written."""
     index = form.read_index(file)

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from format_contract import FORMATS, assemble, check_read_back, random_contents, specs_of
+from format_contract import FORMATS, assemble, check_read_back, random_contents, rewrite, specs_of
+from fuzz import mutations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptkit.errors import CorruptError, UnsafeError
+from ckptkit.errors import CkptkitError, CorruptError, UnsafeError
 from ckptkit.formats import mindspore_ckpt, registry, safetensors
 from ckptkit.formats.io import read_region
 from ckptkit.types import DTYPES, TensorSpec
@@ -202,6 +203,24 @@ def test_a_map_parameter_in_the_schema_of_mindspore_is_refused(ms: Any, tmp_path
     file.write_bytes(checkpoint.SerializeToString())
     with pytest.raises(CorruptError, match="the map parameter `table`"):
         mindspore_ckpt.read_index(file)
+
+
+def test_damaged_ckpt_files_that_are_accepted_hold_what_protobuf_finds(ms: Any, tmp_path: Path) -> None:
+    file = tmp_path / "x.ckpt"
+    specs = [TensorSpec("a", (2, 3), "BF16"), TensorSpec("b.weight", (4,), "F32"), TensorSpec("c", (), "I64")]
+    data = assemble(mindspore_ckpt.lay_out(file.name, specs), random_contents(specs))
+    compared = 0
+    for mutant in mutations(data, 7, 4000):
+        rewrite(file, mutant)
+        try:
+            index = mindspore_ckpt.read_index(file)
+        except CkptkitError:
+            continue
+        found = {tensor.name: read_region(tensor).tobytes() for tensor in index.tensors}
+        values = ms.train.serialization.Checkpoint.FromString(mutant).value
+        assert found == {value.tag: value.tensor.tensor_content for value in values}
+        compared += 1
+    assert compared > 100
 
 
 def test_complex_numbers_of_mindspore_are_refused_by_name(ms: Any, tmp_path: Path) -> None:

@@ -461,11 +461,16 @@ def test_a_shard_that_is_empty_or_a_pointer_or_of_another_format_is_refused(tmp_
         open_checkpoint(tmp_path)
 
 
-def test_a_shard_of_another_format_is_refused(tmp_path: Path) -> None:
-    put_sharded(tmp_path)
-    put(tmp_path / "c.ckpt", {"c": 3}).rename(tmp_path / SHARDS[1])
-    with pytest.raises(CorruptError, match=r"model-00002"):
-        open_checkpoint(tmp_path)
+def test_shards_of_two_formats_are_refused(tmp_path: Path) -> None:
+    weight_map = put_sharded(tmp_path)
+    put(tmp_path / "odd.ckpt", {"d": 3})
+    put_index(tmp_path / "model.safetensors.index.json", weight_map | {"d": "odd.ckpt"})
+    assert "odd.ckpt is a ckpt file" in refusal(tmp_path, CorruptError)
+
+
+def test_a_single_file_under_a_wrong_name_is_opened_as_what_it_is(tmp_path: Path) -> None:
+    put(tmp_path / "x.safetensors", {"a": 1}).rename(tmp_path / "x.ckpt")
+    assert open_checkpoint(tmp_path).kind == "safetensors"
 
 
 def test_a_difference_in_metadata_is_noted(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch_bytes import damaged_files
 
 from ckptkit.errors import CorruptError
 from ckptkit.formats.base import FileIndex
@@ -49,7 +50,8 @@ def random_bits(shape: tuple[int, ...], dtype: str, seed: int = 0) -> torch.Tens
 
 def bits(tensor: torch.Tensor) -> bytes:
     """Return the elements in C order."""
-    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    tensor = tensor.detach().view(torch.uint8) if tensor.dtype == torch.bool else tensor.detach()
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -289,6 +291,25 @@ def test_a_zip64_file_of_six_gigabytes_is_found(tmp_path: Path) -> None:
     assert marks["a"] < 2**32 < marks["c"]
     for name, tensor in torch.load(file, mmap=True, weights_only=True).items():
         assert tensor[-4 // tensor.element_size() :].view(torch.uint8).numpy().tobytes() == name.encode() * 4
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch warns of what it finds in damaged files
+@pytest.mark.parametrize("kind", ["zip", "pickle"])
+def test_a_damaged_file_that_both_can_read_holds_the_same_tensors_for_both(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "damaged.bin"
+    agreed = 0
+    for damaged in damaged_files(kind, 600, seed=11):
+        file.write_bytes(damaged)
+        try:
+            names = {info.name for info in read_index(file).tensors}
+            state = torch.load(file, weights_only=True)
+        except Exception:  # noqa: BLE001 - PyTorch raises anything
+            continue
+        for wrapper in ("state_dict", "model", "module"):
+            state = state if names <= set(state) else state[wrapper]
+        assert_same(file, {name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
+        agreed += 1
+    assert agreed > 20
 
 
 @kinds

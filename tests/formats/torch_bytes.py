@@ -1,12 +1,16 @@
-"""PyTorch files written byte by byte, so that tests can write what PyTorch never would; no PyTorch needed."""
+"""PyTorch files written byte by byte, or damaged, so that tests have what PyTorch never writes; no PyTorch needed."""
 
 from __future__ import annotations
 
+import io
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from fuzz import mutations
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "torch"
 MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 VERSION = b"\x80\x02M\xe9\x03."
 
@@ -89,3 +93,19 @@ def legacy(pickled: bytes, storages: Mapping[str, tuple[int, bytes]], *, little_
     keys = whole(b"](" + b"".join(map(text, storages)) + b"e")
     parts = [MAGIC, VERSION, system, pickled, keys]
     return b"".join(parts) + b"".join(struct.pack("<q", count) + raw for count, raw in storages.values())
+
+
+def damaged_files(kind: str, count: int, seed: int) -> Iterator[bytes]:
+    """Yield damaged copies of a golden file; `pickle` damages the pickle alone, in a sound zip."""
+    data = (GOLDEN / ("legacy.bin" if kind == "legacy" else "zip.bin")).read_bytes()
+    if kind != "pickle":
+        yield from mutations(data, seed, count)
+        return
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    for pickled in mutations(records["zip/data.pkl"], seed, count):
+        out = io.BytesIO()
+        with zipfile.ZipFile(out, "w") as archive:
+            for name, value in (records | {"zip/data.pkl": pickled}).items():
+                archive.writestr(name, value)
+        yield out.getvalue()

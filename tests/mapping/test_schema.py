@@ -12,6 +12,7 @@ import pytest
 from ckptkit.errors import UsageError
 from ckptkit.mapping.rules import resolve
 from ckptkit.mapping.tables import Tables, load_tables
+from tests.mapping.tiny_configs import tiny_config
 
 CATALOGUE = """
 family = "toy"
@@ -327,3 +328,24 @@ def test_a_file_of_neither_kind_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot read table `.*gone.toml`: No such file"):
         load_tables([tmp_path / "gone.toml"])
+
+
+def test_a_dialects_config_row_can_only_warn(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    row = '[[config]]\nkey = "x"\nthen = "{}"\nwhy = "the net cannot hold it"\n'
+    base = Path("mappings/mindformers-legacy/llama.toml").read_text()
+    file.write_text(base + row.format("warn"))
+    table = load_tables([file]).family("llama").table("mindformers-legacy", "")
+    assert [(config.key, config.then) for config in table.configs] == [("x", "warn")]
+    file.write_text(base + row.format("refuse"))
+    with pytest.raises(UsageError, match="`refuse` belongs in the catalogue"):
+        load_tables([file])
+
+
+def test_a_net_that_cannot_hold_a_config_is_said() -> None:
+    family = load_tables().family("qwen3_moe")
+    config = tiny_config(family)
+    sound = config | {"mlp_only_layers": [], "decoder_sparse_step": 1, "attention_bias": False}
+    assert resolve(family, sound, "mindformers-mcore").warnings == ()
+    (warning,) = resolve(family, sound | {"mlp_only_layers": [0]}, "mindformers-mcore").warnings
+    assert "`mlp_only_layers` is [0]" in warning

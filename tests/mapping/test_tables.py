@@ -229,3 +229,14 @@ def test_a_users_table_goes_before_a_shipped_one(tmp_path: Path) -> None:
     assert tables.for_config({"model_type": "llama"}).name == "mine"
     assert tables.family("llama2").name == "mine"
     assert tables.family("llama").name == "llama"
+
+
+def test_the_example_in_the_readme_of_the_tables_works(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "mappings" / "README.md").read_text()
+    path = tmp_path / "mine.toml"
+    path.write_text(text.split("```toml\n")[1].split("```")[0])
+    entry = load_tables([path]).family("mine")
+    rules = resolve(entry, {"hidden_size": 2, "num_hidden_layers": 1}, "mindformers-legacy").rules
+    assert [(rule.target, rule.expr.shape, rule.tp_unit) for rule in rules] == [
+        ("model.layers.0.feed_forward.w_gate_hidden.weight", (16, 2), 2)
+    ]

@@ -1,0 +1,201 @@
+"""The report of `ckptkit diff`: what differs, the worst of it, and what was passed over, as text and as data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite, prod
+from pathlib import Path
+from typing import Any
+
+from ckptkit.compare import Tally
+from ckptkit.formats.base import Checkpoint
+from ckptkit.mapping.rules import RuleSet
+from ckptkit.plan.pair import Finding, Pairing
+from ckptkit.plan.plan import OutputTensor
+from ckptkit.report import Report, fold_names, human_bytes, listed
+from ckptkit.types import Shape
+
+WORST = 10
+RELATIVE = "max |a - b| / max |a| over the tensor"
+_KINDS = {"only_in_a": "only in A", "only_in_b": "only in B", "shape": "shape", "parts": "dtype"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """The two checkpoints, how they were compared, and their (dialect, variant) where these are known."""
+
+    path_a: Path
+    path_b: Path
+    a: Checkpoint
+    b: Checkpoint
+    how: str
+    spoke_a: tuple[str, str]
+    spoke_b: tuple[str, str]
+    rules: tuple[RuleSet, ...]
+
+
+def report_on(sides: Sides, pairing: Pairing, tallies: Sequence[Tally]) -> Report:
+    """Return the report; exit code 1 when anything differs."""
+    rows = [(output, tally) for output, tally in zip(pairing.outputs, tallies, strict=True) if not tally.equal]
+    rows.sort(key=lambda row: _badness(row[1]), reverse=True)
+    count = len(rows) + len(pairing.findings)
+    what = f"differ in {count} tensor{'s' if count > 1 else ''}" if count else "hold the same"
+    report = Report("diff", f"`{sides.path_a}` and `{sides.path_b}` {what}", exit_code=1 if count else 0)
+    for label, checkpoint, spoke in (("A", sides.a, sides.spoke_a), ("B", sides.b, sides.spoke_b)):
+        report.add(label, _side(checkpoint, spoke))
+    report.add("compared", sides.how)
+    report.add("tensors", _counts(tallies, pairing.findings))
+    _add_values(report, rows)
+    _add_findings(report, pairing.findings)
+    for fate in pairing.benign:
+        report.add("no difference", f"{fate.name}: {fate.reason}")
+    notes = [f"{label}: {note}" for label, c in (("A", sides.a), ("B", sides.b)) for note in c.notes] + pairing.notes
+    for note in dict.fromkeys(notes):
+        report.add("note", note)
+    report.data = _data(sides, pairing, tallies, rows, notes)
+    return report
+
+
+def _side(checkpoint: Checkpoint, spoke: tuple[str, str]) -> str:
+    naming = f"{spoke[0]}{f', variant {spoke[1]}' if spoke[1] else ''}, " if spoke[0] else ""
+    size = sum(t.num_bytes for t in checkpoint.tensors.values())
+    return f"{naming}{checkpoint.kind}, {len(checkpoint.tensors)} tensors, {human_bytes(size)}"
+
+
+def _counts(tallies: Sequence[Tally], findings: Sequence[Finding]) -> str:
+    equal = [t for t in tallies if t.equal]
+    text = [f"{len(equal)} equal in every byte ({human_bytes(sum(t.mine.num_bytes for t in equal))})"]
+    values = sum(t.mine.dtype == t.theirs.dtype for t in tallies) - len(equal)
+    dtypes = sum(t.mine.dtype != t.theirs.dtype for t in tallies)
+    text += [f"{values} with other bytes"] if values else []
+    text += [f"{dtypes} of another dtype"] if dtypes else []
+    counts: Counter[str] = Counter(finding.kind for finding in findings)
+    words = {"only_in_a": "only in A", "only_in_b": "only in B", "shape": "of another shape", "parts": "not comparable"}
+    return ", ".join(text + [f"{counts[kind]} {word}" for kind, word in words.items() if counts[kind]])
+
+
+def _badness(tally: Tally) -> tuple[bool, float, int]:
+    """Order by: not finite on one side only, relative difference, number of elements."""
+    relative = tally.max_relative
+    odd = tally.nan[0] != tally.nan[1] or tally.inf[0] != tally.inf[1]
+    return odd, 0.0 if relative is None else relative, tally.changed
+
+
+def _add_values(report: Report, rows: Sequence[tuple[OutputTensor, Tally]]) -> None:
+    """Add the tensors whose dtype or bytes differ: folded, then the worst of them with their figures."""
+    casts: dict[str, list[str]] = {}
+    for _, tally in rows:
+        if tally.mine.dtype != tally.theirs.dtype:
+            casts.setdefault(_cast_text(tally), []).append(tally.mine.name)
+    for text, names in casts.items():
+        for line in listed([f"{_folded(p, n)}: {text}" for p, n in fold_names(names)]):
+            report.add("dtype", line)
+    changed = [(output, tally) for output, tally in rows if tally.changed]
+    for line in listed([_folded(p, n) for p, n in fold_names(t.mine.name for _, t in changed)]):
+        report.add("values", line)
+    for output, tally in changed[:WORST]:
+        report.add("worst", f"{_named(output)}: {_figures(tally)}")
+    if changed:
+        report.add("", f"(relative: {RELATIVE})")
+
+
+def _cast_text(tally: Tally) -> str:
+    text = f"{tally.mine.dtype} in A, {tally.theirs.dtype} in B"
+    if not tally.changed and tally.max_abs is not None:
+        return f"{text}; the values are equal"
+    if tally.rounded:
+        return f"{text}; B is exactly A rounded to nearest, ties to even"
+    return text
+
+
+def _figures(tally: Tally) -> str:
+    total = prod(tally.mine.shape)
+    text = f"{tally.changed} of {total} elements"
+    if tally.first is not None and tally.mine.shape:
+        text += f", the first at {place(tally.mine.shape, tally.first)}"
+    if tally.max_abs is not None and tally.max_relative is not None:
+        text += f"; max |a - b| {tally.max_abs:.3g}, relative {tally.max_relative:.3g}"
+    for word, (a, b) in (("NaN", tally.nan), ("inf", tally.inf)):
+        text += f"; {a} {word} in A, {b} in B" if a != b else ""
+    return text
+
+
+def place(shape: Shape, number: int) -> tuple[int, ...]:
+    """Return the index of element `number`, in C order, of a tensor of `shape`."""
+    found: list[int] = []
+    for size in reversed(shape):
+        number, index = divmod(number, size)
+        found.insert(0, index)
+    return tuple(found)
+
+
+def _add_findings(report: Report, findings: Sequence[Finding]) -> None:
+    for kind, label in _KINDS.items():
+        of_kind = [finding for finding in findings if finding.kind == kind]
+        texts = {finding.name: finding.text for finding in of_kind}
+        lines = []
+        for pattern, count in fold_names(texts):
+            if count > 1:
+                lines.append(_folded(pattern, count))
+            else:
+                lines.append(f"{pattern}: {texts[pattern]}" if texts.get(pattern) else pattern)
+        for line in listed(lines):
+            report.add(label, line)
+
+
+def _folded(pattern: str, count: int) -> str:
+    return f"{pattern} x {count}" if count > 1 else pattern
+
+
+def _named(output: OutputTensor) -> str:
+    """Return a tensor's name in B, with what it is in A where that has another name."""
+    sources = list(output.inputs)
+    if sources == [output.spec.name]:
+        return output.spec.name
+    more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
+    return f"{output.spec.name} (A: {sources[0]}{more})"
+
+
+def _data(
+    sides: Sides,
+    pairing: Pairing,
+    tallies: Sequence[Tally],
+    rows: Sequence[tuple[OutputTensor, Tally]],
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    def side(path: Path, checkpoint: Checkpoint, spoke: tuple[str, str]) -> dict[str, Any]:
+        naming = {"dialect": spoke[0] or None, "variant": spoke[1] or None}
+        return {"path": str(path), "format": checkpoint.kind, **naming, "tensors": len(checkpoint.tensors)}
+
+    return {
+        "a": side(sides.path_a, sides.a, sides.spoke_a),
+        "b": side(sides.path_b, sides.b, sides.spoke_b),
+        "family": sides.rules[0].family if sides.rules else None,
+        "compared": sides.how,
+        "relative": RELATIVE,
+        "equal": sum(t.equal for t in tallies),
+        "different": [_row(output, tally) for output, tally in rows],
+        "findings": [{"kind": f.kind, "name": f.name, "text": f.text} for f in pairing.findings],
+        "benign": [[fate.name, fate.reason] for fate in pairing.benign],
+        "notes": list(notes),
+    }
+
+
+def _row(output: OutputTensor, tally: Tally) -> dict[str, Any]:
+    relative = tally.max_relative
+    return {
+        "name": tally.theirs.name,
+        "of": list(output.inputs),
+        "shape": list(tally.mine.shape),
+        "dtypes": [tally.mine.dtype, tally.theirs.dtype],
+        "elements": prod(tally.mine.shape),
+        "changed": tally.changed,
+        "first": None if tally.first is None else list(place(tally.mine.shape, tally.first)),
+        "max_abs": tally.max_abs if tally.max_abs is None or isfinite(tally.max_abs) else None,
+        "max_relative": relative if relative is None or isfinite(relative) else None,
+        "nan": list(tally.nan),
+        "inf": list(tally.inf),
+        "rounded": tally.rounded,
+    }

@@ -1,0 +1,29 @@
+"""Each tensor of one naming as an expression over the stored tensors of another, by way of the hub's names.
+
+What does not live here: which tensors there are (`match.py`, `pair.py`) and what is made of the expressions
+(`build.py` gives them files, `pair.py` a tensor to be compared with).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from ckptkit.mapping.expr import Expr, substitute
+from ckptkit.mapping.rules import Rule, RuleSet
+
+
+def express(
+    source: RuleSet, target: RuleSet, absent: Collection[str]
+) -> Iterator[tuple[Rule, Expr | None, tuple[str, ...]]]:
+    """Yield each rule of `target` with its tensor as an expression over `source`'s, in the order of the model.
+
+    `absent` are the tensors of `source` that are not stored. Where a rule needs one of these, the expression is
+    None, and the third item names the hub tensors that it lacks.
+    """
+    hub: dict[str, Expr] = {}
+    for rule in source.rules:
+        if rule.target not in absent:
+            hub.update(zip((leaf.name for leaf in rule.sources), rule.inverse, strict=True))
+    for rule in target.rules:
+        lacking = tuple(leaf.name for leaf in rule.sources if leaf.name not in hub)
+        yield rule, None if lacking else substitute(rule.expr, hub), lacking

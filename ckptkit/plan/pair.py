@@ -1,0 +1,260 @@
+"""Pair the tensors of two checkpoints, so that each of B's can be compared with what it is in A.
+
+Two ways: by equal names, or by the tables, where A's tensors are expressed in B's naming as a conversion would. What
+has no partner is a finding, never an error: a comparison tells of all differences at once. Nothing is taken for equal
+but what is compared, with two exceptions that carry their reason: a twin of a tied tensor that one side does not
+store, and tensors that a table ignores for a written reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ckptkit.cast import common_dtype, why_kept
+from ckptkit.formats.base import Checkpoint
+from ckptkit.formats.files import same_bytes
+from ckptkit.mapping.expr import Leaf, leaves
+from ckptkit.mapping.rules import RuleSet, Tie
+from ckptkit.plan.express import express
+from ckptkit.plan.plan import Fate, OutputTensor, Plan
+from ckptkit.types import TensorInfo, TensorSpec
+
+Kind = Literal["only_in_a", "only_in_b", "shape", "parts"]
+Side = Literal["hf", "dialect"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A difference that needs no reading: a tensor without a partner, of another shape, or made of parts that do
+    not fit together. `name` is its name where it is stored, in B when it is in both; `text` says more, or is empty."""
+
+    kind: Kind
+    name: str
+    text: str
+
+
+@dataclass(slots=True)
+class Pairing:
+    """`outputs[i]`, made of A's tensors and named as in B, is to be compared with `others[i]` of B.
+
+    `benign` are tensors without a partner that are no difference, and why.
+    """
+
+    outputs: list[OutputTensor] = field(default_factory=list)
+    others: list[TensorInfo] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    benign: list[Fate] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def plan(self) -> Plan:
+        """Return the plan that makes the outputs, for a sink that is no file."""
+        return Plan(tuple(self.outputs), (), {}, (), (), (), (), tuple(self.notes), {})
+
+
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """Whether each side's head is its embedding, as its config.json says; None when nothing says so."""
+
+    a: bool | None = None
+    b: bool | None = None
+
+
+def pair_by_names(a: Checkpoint, b: Checkpoint, rules: RuleSet | None, tied: Tied) -> Pairing:
+    """Pair the tensors of equal names; `rules`, if known, are those of both sides."""
+    left = {name: _whole(info) for name, info in a.tensors.items()}
+    right = dict(b.tensors)
+    result = Pairing()
+    if rules is not None:
+        _note_missing(rules, left, right, result)
+        _settle_ties(rules.ties, left, right, tied, result)
+        _pass_over_ignored(rules, {n for n in left if n not in right}, "a", left, result)
+        _pass_over_ignored(rules, {n for n in right if n not in left}, "b", right, result)
+    _join(left, right, result)
+    return result
+
+
+def pair_by_rules(a: Checkpoint, b: Checkpoint, rules_a: RuleSet, rules_b: RuleSet, tied: Tied) -> Pairing:
+    """Pair what the tables make of A's tensors in B's naming with B's tensors."""
+    result = Pairing()
+    found = _fitting(a, rules_a, result)
+    left, right = _express(found, rules_a, rules_b, result), dict(b.tensors)
+    _drop_misfits(a, rules_a, rules_b, found, right, result)
+    strays = {name: info for name, info in a.tensors.items() if name not in {r.target for r in rules_a.rules}}
+    known = {rule.target for rule in rules_b.rules}
+    left |= {name: _whole(info) for name, info in strays.items() if name in right and name not in known}
+    _settle_ties(rules_b.ties, left, right, tied, result)
+    alone = {name: _whole(info) for name, info in strays.items() if name not in left}
+    _pass_over_ignored(rules_a, set(alone), "a", alone, result)
+    _pass_over_ignored(rules_b, {n for n in right if n not in left and n not in known}, "b", right, result)
+    _report_lacking(found, rules_a, rules_b, right, result)
+    _note_missing(rules_b, left, right, result)
+    _join(left, right, result)
+    result.findings += [Finding("only_in_a", name, "matches no row of the table") for name in alone]
+    return result
+
+
+def _whole(info: TensorInfo) -> OutputTensor:
+    return OutputTensor(info.spec, 0, Leaf(info.name, info.shape), {info.name: info})
+
+
+def _fitting(a: Checkpoint, rules: RuleSet, result: Pairing) -> dict[str, TensorInfo]:
+    """Return A's tensors that have the shape their rule expects; the others are findings."""
+    found = {}
+    for rule in rules.rules:
+        info = a.tensors.get(rule.target)
+        if info is not None and info.shape == rule.expr.shape:
+            found[rule.target] = info
+        elif info is not None:
+            text = f"{info.shape} in A, {rule.expr.shape} by config.json and {rule.origin}"
+            result.findings.append(Finding("shape", rule.target, text))
+    return found
+
+
+def _absent(rules: RuleSet, found: Mapping[str, TensorInfo]) -> set[str]:
+    return {rule.target for rule in rules.rules if rule.target not in found}
+
+
+def _express(
+    found: Mapping[str, TensorInfo], rules_a: RuleSet, rules_b: RuleSet, result: Pairing
+) -> dict[str, OutputTensor]:
+    """Return A's tensors in B's naming, as far as all their parts are there and go together."""
+    left = {}
+    for rule, expr, _ in express(rules_a, rules_b, _absent(rules_a, found)):
+        if expr is None:
+            continue
+        inputs = {leaf.name: found[leaf.name] for leaf in leaves(expr)}
+        dtypes = sorted({info.dtype for info in inputs.values()})
+        if len(dtypes) > 1 and why_kept(dtypes, expr.shape or (1,), keep_fp32=False, wanted="F32") is not None:
+            result.findings.append(Finding("parts", rule.target, f"its parts in A are {' and '.join(dtypes)}"))
+        spec = TensorSpec(rule.target, expr.shape, common_dtype(dtypes) if len(dtypes) > 1 else dtypes[0])
+        left[rule.target] = OutputTensor(spec, 0, expr, inputs)
+    return left
+
+
+def _drop_misfits(
+    a: Checkpoint,
+    rules_a: RuleSet,
+    rules_b: RuleSet,
+    found: Mapping[str, TensorInfo],
+    right: dict[str, TensorInfo],
+    result: Pairing,
+) -> None:
+    """Take out of B what needs a tensor of A that has another shape than expected: its finding covers both."""
+    misfit = {
+        leaf.name
+        for rule in rules_a.rules
+        if rule.target in a.tensors and rule.target not in found
+        for leaf in rule.sources
+    }
+    for rule in rules_b.rules:
+        if rule.target in right and any(leaf.name in misfit for leaf in rule.sources):
+            result.notes.append(f"`{rule.target}` of B was not compared: what it is made of has another shape in A")
+            del right[rule.target]
+
+
+def _report_lacking(
+    found: Mapping[str, TensorInfo],
+    rules_a: RuleSet,
+    rules_b: RuleSet,
+    right: dict[str, TensorInfo],
+    result: Pairing,
+) -> None:
+    """Report tensors of B of which A lacks all or a part, and parts in A of what B does not have either."""
+    stored = {leaf.name: rule.target for rule in rules_a.rules for leaf in rule.sources}
+    for rule, expr, lacking in express(rules_a, rules_b, _absent(rules_a, found)):
+        if expr is not None:
+            continue
+        missing = ", ".join(dict.fromkeys(stored.get(name, name) for name in lacking))
+        if rule.target in right:
+            result.findings.append(Finding("only_in_b", rule.target, f"A lacks {missing}"))
+            del right[rule.target]
+            continue
+        if len(lacking) == len(rule.sources):
+            continue
+        here = dict.fromkeys(stored[leaf.name] for leaf in rule.sources if leaf.name not in lacking)
+        for name in here:
+            text = f"B lacks {rule.target}, which A could not make without {missing}"
+            result.findings.append(Finding("only_in_a", name, text))
+
+
+def _note_missing(
+    rules: RuleSet, left: Mapping[str, OutputTensor], right: Mapping[str, TensorInfo], result: Pairing
+) -> None:
+    """Note what both checkpoints lack: no difference between them, but perhaps news."""
+    twins = {tie.target for tie in rules.ties}
+    stored = {*left, *right, *(finding.name for finding in result.findings)}
+    neither = [r.target for r in rules.rules if not r.optional and r.target not in stored and r.target not in twins]
+    if neither:
+        more = f" and {len(neither) - 1} more" if len(neither) > 1 else ""
+        result.notes.append(f"neither A nor B has `{neither[0]}`{more}, which {rules.table_files[-1]} expects")
+
+
+def _join(left: Mapping[str, OutputTensor], right: Mapping[str, TensorInfo], result: Pairing) -> None:
+    """Pair what is on both sides; what is on one side only, or has two shapes, is a finding."""
+    broken = {finding.name for finding in result.findings if finding.kind == "parts"}
+    for name, output in left.items():
+        other = right.get(name)
+        if other is None:
+            for stored in output.inputs:
+                result.findings.append(Finding("only_in_a", stored, f"B lacks {name}" if stored != name else ""))
+        elif other.shape != output.spec.shape:
+            text = f"{output.spec.shape} in A, {other.shape} in B"
+            result.findings.append(Finding("shape", name, text))
+        elif name not in broken:
+            result.outputs.append(output)
+            result.others.append(other)
+    result.findings += [Finding("only_in_b", name, "") for name in right if name not in left]
+
+
+def _pass_over_ignored(
+    rules: RuleSet,
+    names: set[str],
+    side: Literal["a", "b"],
+    tensors: dict[str, OutputTensor] | dict[str, TensorInfo],
+    result: Pairing,
+) -> None:
+    """Take out of `tensors` those of `names` that the table ignores, for the reason that it gives."""
+    where: Side = "hf" if rules.dialect == "hf" else "dialect"
+    for name in [n for n in tensors if n in names]:
+        why = rules.ignored(name, where)
+        if why is not None:
+            result.benign.append(Fate(name, f"only in {side.upper()}: {why}"))
+            del tensors[name]
+
+
+def _settle_ties(
+    ties: Sequence[Tie], left: dict[str, OutputTensor], right: dict[str, TensorInfo], tied: Tied, result: Pairing
+) -> None:
+    """Take out a twin that only one side stores, where it is bit-equal to the one that both have.
+
+    The other side's config.json must say that the two are tied: without it, a head that is not stored is missing.
+    """
+    for tie in ties:
+        for name, twin in ((tie.target, tie.target_twin), (tie.target_twin, tie.target)):
+            a, b = (name in left, twin in left), (name in right, twin in right)
+            if a == (True, True) and b == (False, True) and tied.b and _equal(_one(left[name]), _one(left[twin])):
+                result.benign.append(Fate(_one_name(left[name]), f"only in A: bit-equal to its tied twin `{twin}`"))
+                del left[name]
+            elif a == (False, True) and b == (True, True) and tied.a and _equal(right[name], right[twin]):
+                result.benign.append(Fate(name, f"only in B: bit-equal to its tied twin `{twin}`"))
+                del right[name]
+            elif a == (True, False) and b == (False, True) and tied.a and tied.b:
+                result.notes.append(f"`{twin}` of B is compared with its tied twin of A, `{_one_name(left[name])}`")
+                output = left.pop(name)
+                left[twin] = replace(output, spec=replace(output.spec, name=twin))
+
+
+def _one(output: OutputTensor) -> TensorInfo | None:
+    """Return the only tensor that an output is made of, or None."""
+    return next(iter(output.inputs.values())) if len(output.inputs) == 1 else None
+
+
+def _one_name(output: OutputTensor) -> str:
+    return next(iter(output.inputs))
+
+
+def _equal(a: TensorInfo | None, b: TensorInfo | None) -> bool:
+    """Say whether two tensors are bit-equal, as far as that can be read in a straight line."""
+    return a is not None and b is not None and a.strides is None and b.strides is None and same_bytes(a, b)

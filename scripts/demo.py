@@ -1,0 +1,120 @@
+"""Convert SmolLM2-135M to MindSpore and back, and let both frameworks say what comes after a few words.
+
+    scripts/demo [--format ckpt|safetensors]
+
+1. get the model as a Hugging Face folder (made once, see smollm2.py)
+2. `ckptkit convert` it to MindSpore
+3. run the one in transformers, the other in MindFormers' own network, and compare their logits
+4. `ckptkit convert` it back, and compare bytes
+
+Everything stays in `.cache/demo` to be looked at. Exits with 1 when a comparison fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import smollm2
+from tokenizers import Tokenizer
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY / "tests"))
+
+from clients.run import Result, relative_difference, run_jobs
+
+NUM_NEW = 8
+# Two fp32 computations in different orders; see tests/test_real_clients.py for where it comes from.
+BOUND = 1e-4
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Convert a real model to MindSpore and back.")
+    parser.add_argument("--format", choices=("safetensors", "ckpt"), default="safetensors")
+    options = parser.parse_args()
+    began = time.monotonic()
+    step("1. the model: SmolLM2-135M-Instruct, bfloat16")
+    try:
+        source = smollm2.ensure(smollm2.default_cache())
+    except smollm2.NotAvailableError as error:
+        print(error)
+        return 1
+    print(f"  {shown(source)}")
+    mindspore, back = source.parent / "demo" / "mindspore", source.parent / "demo" / "back"
+
+    step("2. to MindSpore")
+    convert(source, mindspore, "--to", "mindformers", "--format", options.format)
+
+    step(f"3. what comes after {smollm2.PROMPT!r}?")
+    same = compare_frameworks(source, mindspore)
+
+    step("4. back to Hugging Face")
+    convert(mindspore, back, "--to", "hf")
+    same &= compare_files(source, back)
+
+    print(f"\n{'All is equal.' if same else 'SOMETHING DIFFERS.'} {time.monotonic() - began:.0f} s")
+    return 0 if same else 1
+
+
+def step(title: str) -> None:
+    print(f"\n{title}", flush=True)
+
+
+def shown(path: Path) -> str:
+    """Return a path as it is seen from the checkout."""
+    return str(path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path)
+
+
+def convert(source: Path, target: Path, *options: str) -> None:
+    """Run `ckptkit convert` and show the command and its report."""
+    words = ["convert", shown(source), shown(target), *options, "--overwrite"]
+    print(f"  $ ckptkit {shlex.join(words)}", flush=True)
+    command = [sys.executable, "-m", "ckptkit", *words, "--no-progress"]
+    done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    print("".join(f"  {line}\n" for line in done.stdout.splitlines()), end="")
+    if done.returncode:
+        raise SystemExit(done.returncode)
+
+
+def compare_frameworks(hf_folder: Path, mindspore_folder: Path) -> bool:
+    """Run both, print what they say and how far their logits are apart; return whether they agree."""
+    job = {"name": "demo", "ids": [smollm2.PROMPT_IDS], "generate": NUM_NEW}
+    tokenizer = Tokenizer.from_file(str(hf_folder / "tokenizer.json"))
+    hf = run_jobs("hf_logits", [{**job, "folder": hf_folder}], timeout=300)["demo"]
+    print(f"  transformers: {text_of(tokenizer, hf)}", flush=True)
+    ms_job = {**job, "checkpoint": mindspore_folder, "config": mindspore_folder}
+    ms = run_jobs("mindformers_logits", [ms_job], timeout=600)["demo"]
+    print(f"  MindFormers:  {text_of(tokenizer, ms)}")
+    left_over = ms.report["not_loaded"] + ms.report["unused"]
+    print(f"  {ms.report['parameters']} parameters in its network, left over on either side: {left_over or 'none'}")
+    difference = relative_difference(ms.logits, hf.logits)
+    largest = np.abs(hf.logits).max()
+    print(f"  largest difference of {hf.logits.size} logits: {difference * largest:.1e} (largest logit {largest:.1f})")
+    return difference < BOUND and not left_over and np.array_equal(hf.generated, ms.generated)
+
+
+def text_of(tokenizer: Tokenizer, result: Result) -> str:
+    assert result.generated is not None
+    return repr(tokenizer.decode(result.generated[0].tolist()))
+
+
+def compare_files(source: Path, back: Path) -> bool:
+    """Compare every file of the source with its namesake, byte for byte; print and return the verdict."""
+    names = sorted(file.name for file in source.iterdir())
+    _, differing, absent = filecmp.cmpfiles(source, back, names, shallow=False)
+    size = sum((source / name).stat().st_size for name in names)
+    if differing or absent:
+        print(f"  differing: {differing or 'none'}; absent: {absent or 'none'}")
+        return False
+    print(f"  all {len(names)} files are what they were, byte for byte ({size / 1e6:.1f} MB)")
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())
