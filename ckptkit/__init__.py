@@ -1,6 +1,7 @@
 """Move large-model weights between HuggingFace / PyTorch and MindSpore, exactly and in bounded memory.
 
-The public names are those of docs/api.md: `convert`, `inspect`, `check`, `open_checkpoint`, and the errors.
+The public names are those of docs/api.md: `convert`, `inspect`, `check`, `diff`, `env`, `list_tables`,
+`show_table`, `check_tables`, `open_checkpoint`, and the errors.
 """
 
 from __future__ import annotations
@@ -20,15 +21,23 @@ from ckptkit.errors import (
 if TYPE_CHECKING:
     from ckptkit.commands.check import check
     from ckptkit.commands.convert import convert
+    from ckptkit.commands.diff import diff
+    from ckptkit.commands.env import env
     from ckptkit.commands.inspect import inspect
+    from ckptkit.commands.tables import check_tables, list_tables, show_table
     from ckptkit.formats.registry import open_checkpoint
 
 __version__ = "0.1.0"
 
 _LAZY = {
     "check": "ckptkit.commands.check",
+    "check_tables": "ckptkit.commands.tables",
     "convert": "ckptkit.commands.convert",
+    "diff": "ckptkit.commands.diff",
+    "env": "ckptkit.commands.env",
     "inspect": "ckptkit.commands.inspect",
+    "list_tables": "ckptkit.commands.tables",
+    "show_table": "ckptkit.commands.tables",
     "open_checkpoint": "ckptkit.formats.registry",
 }
 
@@ -42,9 +51,14 @@ __all__ = [
     "UsageError",
     "__version__",
     "check",
+    "check_tables",
     "convert",
+    "diff",
+    "env",
     "inspect",
+    "list_tables",
     "open_checkpoint",
+    "show_table",
 ]
 
 

@@ -188,8 +188,7 @@ class Caster:
 def _to_single(bits: Array, source: str, out: Array) -> None:
     """Write BF16 or F16 as F32, exactly."""
     if source == "BF16":
-        np.copyto(out, bits)
-        np.left_shift(out, 16, out=out)
+        np.left_shift(bits, np.uint32(16), out=out, dtype=np.uint32)
         return
     # the half's bits, in place within a single's, stand for the value times 2**-112, subnormal or not
     np.copyto(out.view(np.int32), bits.view(np.int16))

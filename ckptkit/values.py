@@ -47,14 +47,19 @@ FLOATS = frozenset({"F16", "BF16", "F32", "F64", "F8_E8M0", *_TINY})
 def widener(dtype: str) -> Callable[[Array], Floats] | None:
     """Return a function from elements of `dtype`, as unsigned integers, to float64; None for STR and C64."""
     if dtype == "BF16":
-        return lambda bits: (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        return lambda bits: _as_double((bits.astype(np.uint32) << 16).view(np.float32))
     if dtype in _PLAIN:
         plain = np.dtype(_PLAIN[dtype])
-        return lambda bits: np.ascontiguousarray(bits).view(plain).astype(np.float64)
+        return lambda bits: _as_double(np.ascontiguousarray(bits).view(plain))
     if dtype in _TINY or dtype == "F8_E8M0":
         table = _powers_of_two() if dtype == "F8_E8M0" else _tiny_values(_TINY[dtype])
         return lambda bits: table[bits]
     return None
+
+
+def _as_double(values: Array) -> Floats:
+    with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+        return values.astype(np.float64)
 
 
 def _tiny_values(form: _Tiny) -> Floats:
@@ -77,6 +82,6 @@ def _tiny_values(form: _Tiny) -> Floats:
 
 
 def _powers_of_two() -> Floats:
-    values = np.exp2(np.arange(256, dtype=np.float64) - 127)
+    values: Floats = np.exp2(np.arange(256, dtype=np.float64) - 127)
     values[255] = np.nan
     return values

@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY / "tests"))
 
-from clients.run import Result, relative_difference, run_jobs
+from clients.run import Result, relative_difference, run_jobs  # noqa: E402
 
 NUM_NEW = 8
 # Two fp32 computations in different orders; see tests/test_real_clients.py for where it comes from.

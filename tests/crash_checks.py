@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from ckptkit.formats.result_folder import JOURNAL
+from ckptkit.formats.journal import JOURNAL
 
 RUNNER = Path(__file__).with_name("crash_runner.py")
 Snapshot = dict[str, str]
@@ -30,6 +30,11 @@ def snapshot(folder: Path) -> Snapshot | None:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def steps_in(trace: Path) -> list[Step]:
+    """Return the steps that a run wrote to its `trace`."""
+    return [json.loads(line) for line in trace.read_text().splitlines()]
 
 
 def state_fault(target: Path, allowed: Sequence[Snapshot | None]) -> str:
@@ -50,28 +55,31 @@ def order_faults(steps: Sequence[Step], target: Path) -> list[str]:
     renames = [n for n, step in enumerate(steps) if step[0] in ("rename", "exchange") and str(target) in step[1:3]]
     if not renames:
         return [f"nothing was renamed to `{target.name}`"]
-    when = renames[-1]
-    partial = next(path for path in steps[when][1:3] if path != str(target))
+    before, after = steps[: renames[-1]], steps[renames[-1] + 1 :]
+    partial = next(path for path in steps[renames[-1]][1:3] if path != str(target))
     faults = []
-    files = {path.relative_to(target) for path in target.rglob("*") if path.is_file()}
-    for file in sorted(files):
-        name = str(Path(partial) / file)
-        synced = [n for n, step in enumerate(steps[:when]) if step[:2] == ["fsync", name]]
-        if not synced:
+    for file in sorted(path.relative_to(target) for path in target.rglob("*") if path.is_file()):
+        synced = _last(before, "fsync", f"{partial}/{file}")
+        if synced < 0:
             faults.append(f"{file} was not synced before the rename")
-        elif any(step[0] in ("write", "pwrite", "posix_fallocate", "open") and step[1] == name for step in steps[synced[-1] :]):
+        elif any(step[0] in _WRITES and step[1] == f"{partial}/{file}" for step in steps[synced:]):
             faults.append(f"{file} was written after it was synced")
-    last_made = max((n for n, step in enumerate(steps[:when]) if step[0] == "unlink" and step[1].startswith(partial)), default=0)
-    if ["fsync", partial] not in [step[:2] for step in steps[last_made:when]]:
+    if _last(before, "fsync", partial) <= _last(before, "unlink", f"{partial}/{JOURNAL}"):
         faults.append("the folder was not synced before the rename")
-    after = steps[when + 1 :]
-    if ["fsync", str(target.parent)] not in [step[:2] for step in after]:
+    durable = _last(after, "fsync", str(target.parent))
+    if durable < 0:
         faults.append("the parent folder was not synced after the rename")
-    for step in after:
-        if step[0] in ("unlink", "rmdir") and ["fsync", str(target.parent)] not in [s[:2] for s in after[: after.index(step)]]:
-            faults.append("the old result was removed before the new name was on disk")
-            break
+    if any(step[0] in ("unlink", "rmdir") for step in after[: max(durable, 0)]):
+        faults.append("the old result was removed before the new name was on disk")
     return faults
+
+
+_WRITES = ("open", "write", "pwrite", "posix_fallocate", "ftruncate")
+
+
+def _last(steps: Sequence[Step], call: str, path: str) -> int:
+    """Return the number of the last such step, or -1."""
+    return max((number for number, step in enumerate(steps) if step[:2] == [call, path]), default=-1)
 
 
 class Runner:

@@ -12,14 +12,21 @@ syncing. Started as `python tests/crash_runner.py`; a request is one line of JSO
     trace       write the steps as JSON lines [name, path, path or number] to this file
     plant       a fault to plant, by its name in PLANTS or SYNC_PLANTS: the checkers must catch it
 
+    fsize       no file may become longer than so many bytes (RLIMIT_FSIZE)
+    powerless   give up the rights of root, so that permissions bind
+    ballast     [file, bytes]: once there was found to be space, fill the disk but for so many bytes
+    at          [step, call, path, argument]: just before that step, call os.<call>(path, argument)
+
 The answer to each is a line {"status"}: the exit code, or the negative number of the signal that ended the child.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -28,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit import cli
-from ckptkit.commands import convert as _convert  # imported here, once, for all children  # noqa: F401
+from ckptkit.commands import convert as _convert
 from ckptkit.formats import result_folder
 from ckptkit.formats.result_folder import ResultFolder
 
@@ -42,14 +49,15 @@ class Steps:
         self.count = 0
         self.die_at = request.get("die_at")
         self.tear = bool(request.get("tear"))
+        self.at, self.call, *self.args = request.get("at") or [0, ""]
         self.trace: list[list[Any]] = []
 
     def install(self) -> None:
         for name in STEPS:
             setattr(os, name, self._wrapped(name, getattr(os, name)))
         os.open = self._wrapped("open", os.open)  # type: ignore[assignment]
-        original = result_folder._exchange
-        result_folder._exchange = self._wrapped("exchange", original)
+        original = result_folder.exchange
+        result_folder.exchange = self._wrapped("exchange", original)
 
     def _wrapped(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **options: Any) -> Any:
@@ -57,6 +65,8 @@ class Steps:
                 return original(*args, **options)
             self.count += 1
             self.trace.append([name, *(_path_of(arg, options) for arg in args[: 2 if name in _TWO_PATHS else 1])])
+            if self.count == self.at:
+                getattr(os, self.call)(*self.args)
             if self.count == self.die_at:
                 if self.tear and name in ("write", "pwrite"):
                     original(args[0], bytes(args[1])[: len(args[1]) // 2], *args[2:])
@@ -71,11 +81,11 @@ _TWO_PATHS = ("rename", "exchange")
 
 def _path_of(value: Any, options: dict[str, Any]) -> str:
     if isinstance(value, int):
-        return os.readlink(f"/proc/self/fd/{value}")
+        return str(Path(f"/proc/self/fd/{value}").readlink())
     folder = options.get("dir_fd")
     if folder is not None:
-        return os.readlink(f"/proc/self/fd/{folder}") + "/" + os.fspath(value)
-    return os.path.abspath(os.fspath(value))
+        return str(Path(f"/proc/self/fd/{folder}").readlink() / value)
+    return str(Path.cwd() / value)
 
 
 def plant_direct_writes() -> None:
@@ -92,7 +102,7 @@ def plant_early_rename() -> None:
     def early(self: ResultFolder, name: str, data: bytes) -> None:
         here = partial.fget(self)  # type: ignore[attr-defined]
         if here.exists():
-            os.rename(here, self.target)
+            here.rename(self.target)
         add(self, name, data)
 
     ResultFolder.add = early  # type: ignore[method-assign]
@@ -111,7 +121,7 @@ def plant_no_sync() -> None:
 def plant_no_folder_sync() -> None:
     """A writer that syncs files and not the folders that name them."""
     original = os.fsync
-    os.fsync = lambda fd: None if os.path.isdir(f"/proc/self/fd/{fd}") else original(fd)  # type: ignore[arg-type]
+    os.fsync = lambda fd: None if Path(f"/proc/self/fd/{fd}").is_dir() else original(fd)  # type: ignore[arg-type]
 
 
 def plant_sync_after_rename() -> None:
@@ -139,6 +149,26 @@ SYNC_PLANTS = {
 }
 
 
+def give_up_rights() -> None:
+    """Drop all capabilities: root keeps its name and is bound by permissions like anybody."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    if ctypes.CDLL(None, use_errno=True).capset(header, (ctypes.c_uint32 * 6)()):
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def fill_disk_later(file: str, leave_bytes: int) -> None:
+    """Let somebody else fill the disk between the check for space and the writing."""
+    check = _convert.check_space
+
+    def checked(target: Path, needed_bytes: int) -> None:
+        check(target, needed_bytes)
+        stat = os.statvfs(Path(file).parent)
+        with open(file, "wb") as ballast:
+            os.posix_fallocate(ballast.fileno(), 0, stat.f_bavail * stat.f_frsize - leave_bytes)
+
+    _convert.check_space = checked
+
+
 def child(request: dict[str, Any]) -> int:
     """Run ckptkit in this process, with what the request asks for; return its exit code."""
     os.setpgid(0, 0)
@@ -149,10 +179,16 @@ def child(request: dict[str, Any]) -> int:
     steps = Steps(request)
     PLANTS.get(request.get("plant"), lambda: None)()
     if request.get("exchange") is False:
-        result_folder._exchange = lambda one, two: False
-    if request.get("die_at") or request.get("trace"):
+        result_folder.exchange = lambda one, two: False
+    if request.get("die_at") or request.get("trace") or request.get("at"):
         steps.install()
     SYNC_PLANTS.get(request.get("plant"), lambda: None)()
+    if request.get("fsize"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (request["fsize"], resource.RLIM_INFINITY))
+    if request.get("powerless"):
+        give_up_rights()
+    if request.get("ballast"):
+        fill_disk_later(*request["ballast"])
     code = cli.run(request["args"])
     sys.stderr.flush()
     if request.get("trace"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,10 +19,17 @@ from ckptkit.errors import CkptkitError, InternalError, ResourceError, UsageErro
 from ckptkit.report import REPORT_SCHEMA
 from ckptkit.settings import SETTINGS_FILE, default_map
 
-INTERRUPTED = 130
+STOPPED = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}  # the exit code is 128 + the signal's number
 COMMANDS = (_convert, _look)  # importing a module registers its commands with the app
 # typer carries its own copy of click, or uses the installed one; its errors' base class is found through typer
 ClickError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+class _Stopped(BaseException):
+    """Ctrl-C or SIGTERM came. No KeyboardInterrupt, which typer would take for its own and end without a word."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
 def run(args: Sequence[str]) -> int:
@@ -35,9 +43,10 @@ def run(args: Sequence[str]) -> int:
         return _fail(error, args)
     except ClickError as error:
         return _fail_usage(error, args)
+    except _Stopped as stop:
+        return _say_stopped(stop.number)
     except (KeyboardInterrupt, typer.Abort):
-        print("\ninterrupted: nothing was given its final name; the same command continues", file=sys.stderr)
-        return INTERRUPTED
+        return _say_stopped(signal.SIGINT)
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return 0
@@ -51,6 +60,12 @@ def run(args: Sequence[str]) -> int:
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         hint = "this is a bug in ckptkit: please report it; CKPTKIT_DEBUG=1 shows where it happened"
         return _fail(InternalError(f"internal error: {what}", hint=hint), args)
+
+
+def _say_stopped(number: int) -> int:
+    how = "no part of a result has been given its final name; run the same command again to continue"
+    print(f"\n{STOPPED[signal.Signals(number)]}: {how}", file=sys.stderr)
+    return 128 + number
 
 
 def _fail_usage(error: Any, args: Sequence[str]) -> int:
@@ -81,4 +96,12 @@ def _error_data(error: CkptkitError, args: Sequence[str]) -> dict[str, Any]:
 
 def main() -> NoReturn:
     """Run the command line on this process's arguments."""
+    for number in STOPPED:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _stop)
     sys.exit(run(sys.argv[1:]))
+
+
+def _stop(number: int, _: object) -> NoReturn:
+    signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once, which is as safe
+    raise _Stopped(number)

@@ -22,6 +22,7 @@ from ckptkit.execute import execute
 from ckptkit.formats.base import Checkpoint
 from ckptkit.formats.file_sink import FileSink
 from ckptkit.formats.manifest import MANIFEST, SCHEMA, dump_manifest, read_manifest
+from ckptkit.formats.mindspore_ckpt import verify_crc
 from ckptkit.formats.result_folder import ResultFolder, check_space, check_target
 from ckptkit.mapping.rules import resolve
 from ckptkit.mapping.tables import load_tables
@@ -86,6 +87,9 @@ def convert(
     src, dst = Path(src), Path(dst)
     started = time.perf_counter()
     source = open_source(src, unwrapped=True)
+    for file in source.checkpoint.files:
+        if source.checkpoint.kind == "ckpt":
+            verify_crc(file)
     check_target(dst, [src, *source.checkpoint.files], overwrite=options.overwrite or options.dry_run)
     if dtype is not None:
         _refuse_scaled(source.checkpoint)

@@ -120,9 +120,9 @@ def _settle(a: Source, b: Source, asked: Asked, tables: Tables) -> _Settled:
     names_a, names_b = a.checkpoint.tensors.keys(), b.checkpoint.tensors.keys()
     told_a = bool(asked.dialect_a or asked.variant_a or a.manifest)
     told_b = bool(asked.dialect_b or asked.variant_b or b.manifest)
-    unknown = not all(tables.detect(names, family) for names in (names_a, names_b))
-    if not (told_a or told_b) and unknown and not names_a.isdisjoint(names_b):
-        return _Settled(f"by equal names: not all are known to the {family.name} tables")
+    unknown = [label for label, names in (("A", names_a), ("B", names_b)) if not tables.detect(names, family)]
+    if not (told_a or told_b) and unknown:
+        return _Settled(f"by equal names: the {family.name} tables know none of {' and '.join(unknown)}'s")
     if not (told_a or told_b) and names_a == names_b:
         best = tables.detect(names_a, family)[0]
         spoke = best.dialect, best.variant

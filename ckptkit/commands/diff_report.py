@@ -47,6 +47,7 @@ def report_on(sides: Sides, pairing: Pairing, tallies: Sequence[Tally]) -> Repor
         report.add(label, _side(checkpoint, spoke))
     report.add("compared", sides.how)
     report.add("tensors", _counts(tallies, pairing.findings))
+    _add_dtypes(report, [tally for _, tally in rows], len(tallies))
     _add_values(report, rows)
     _add_findings(report, pairing.findings)
     for fate in pairing.benign:
@@ -83,15 +84,20 @@ def _badness(tally: Tally) -> tuple[bool, float, int]:
     return odd, 0.0 if relative is None else relative, tally.changed
 
 
-def _add_values(report: Report, rows: Sequence[tuple[OutputTensor, Tally]]) -> None:
-    """Add the tensors whose dtype or bytes differ: folded, then the worst of them with their figures."""
+def _add_dtypes(report: Report, rows: Sequence[Tally], total: int) -> None:
+    """Add the tensors of another dtype, by what became of their values; one line where it is the same for all."""
     casts: dict[str, list[str]] = {}
-    for _, tally in rows:
+    for tally in rows:
         if tally.mine.dtype != tally.theirs.dtype:
             casts.setdefault(_cast_text(tally), []).append(tally.mine.name)
     for text, names in casts.items():
-        for line in listed([f"{_folded(p, n)}: {text}" for p, n in fold_names(names)]):
+        folded = [("all", total)] if len(names) == total > 1 else fold_names(names)
+        for line in listed([f"{_folded(pattern, count)}: {text}" for pattern, count in folded]):
             report.add("dtype", line)
+
+
+def _add_values(report: Report, rows: Sequence[tuple[OutputTensor, Tally]]) -> None:
+    """Add the tensors whose elements differ: folded, then the worst of them with their figures."""
     changed = [(output, tally) for output, tally in rows if tally.changed]
     for line in listed([_folded(p, n) for p, n in fold_names(t.mine.name for _, t in changed)]):
         report.add("values", line)

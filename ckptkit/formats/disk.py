@@ -1,4 +1,4 @@
-"""What the disk can promise: small files and names that are on it, folders that change places, locks; errors in words."""
+"""What a disk can promise: small files and names that are on it, folders that change places, locks; errors in words."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@
     files      [{"name", "bytes"}]
     tensors    {name: {"shape", "dtype", "file", "xxh3_128"}}       xxh3_128 is null after `--no-digest`
     ignored, dropped, unmapped    [[name, reason]]
+    seal       the digest of all bytes before this last entry: what the manifest promises is only as good as itself
 
 The digest of a tensor is the xxh3-128 of its bytes in C order, as 32 hex digits.
 """
@@ -19,42 +20,72 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from ckptkit.errors import CorruptError
 from ckptkit.formats.base import Checkpoint
 
 MANIFEST = "ckptkit.json"
 SCHEMA = 1
+_FOREIGN = "remove it to treat the folder as a foreign one"
 
 
 def dump_manifest(manifest: Mapping[str, Any]) -> bytes:
     """Return the manifest as bytes: one line a tensor, so that two of them can be compared with `diff`."""
-    head = {key: value for key, value in manifest.items() if key != "tensors"}
+    head = {key: value for key, value in manifest.items() if key not in ("tensors", "seal")}
     text = json.dumps(head, indent=1, ensure_ascii=False)[:-2]
     rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in manifest["tensors"].items())
-    return f'{text},\n "tensors": {{\n{rows}\n }}\n}}\n'.encode()
+    body = f'{text},\n "tensors": {{\n{rows}\n }}'.encode()
+    return body + _seal(body)
+
+
+def _seal(body: bytes) -> bytes:
+    return f',\n "seal": "{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode()
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of `folder`, or None when it has none; CorruptError when it cannot be understood."""
+    """Return the manifest of `folder`, or None when it has none; CorruptError when it is not as it was written."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
+    data = path.read_bytes()
     try:
-        manifest = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CorruptError(
-            f"`{path}` is not valid JSON",
-            why=str(error),
-            hint="remove it to treat the folder as a foreign one",
-        ) from None
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("tensors"), dict):
-        raise CorruptError(f"`{path}` is not a ckptkit manifest", hint="remove it to treat the folder as a foreign one")
-    if manifest.get("schema") != SCHEMA:
+        manifest = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"`{path}` is not valid JSON", why=str(error), hint=_FOREIGN) from None
+    if not isinstance(manifest, dict):
+        raise CorruptError(f"`{path}` is not a ckptkit manifest", hint=_FOREIGN)
+    if manifest.get("schema", SCHEMA) != SCHEMA:
         raise CorruptError(
             f"`{path}` has schema {manifest.get('schema')!r}; this version reads {SCHEMA}",
             hint="use the version of ckptkit that wrote it",
         )
+    body = data[: data.rfind(b',\n "seal": ')]
+    if data != body + _seal(body):
+        raise CorruptError(
+            f"`{path}` is not as ckptkit wrote it: its seal does not fit",
+            why="it says how fused tensors are cut and what every byte should be, so it must be sound itself",
+            hint=f"restore it from a copy, or {_FOREIGN}",
+        )
+    if not _is_manifest(manifest):
+        raise CorruptError(f"`{path}` is not a ckptkit manifest", hint=_FOREIGN)
     return manifest
+
+
+def _is_manifest(manifest: Mapping[str, Any]) -> bool:
+    """Say whether all that readers rely on is there."""
+    naming, files, tensors = manifest.get("to"), manifest.get("files"), manifest.get("tensors")
+    return (
+        isinstance(manifest.get("plan"), str)
+        and isinstance(manifest.get("family"), str)
+        and isinstance(naming, dict)
+        and all(isinstance(naming.get(key), str) for key in ("dialect", "variant", "format"))
+        and isinstance(files, list)
+        and all(isinstance(row, dict) and {"name", "bytes"} <= row.keys() for row in files)
+        and isinstance(manifest.get("side_files"), dict)
+        and isinstance(tensors, dict)
+        and all(isinstance(row, dict) and {"shape", "dtype", "xxh3_128"} <= row.keys() for row in tensors.values())
+    )
 
 
 def compare_with_manifest(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> None:

@@ -201,7 +201,7 @@ def _join(file: Path, run: Sequence[Record]) -> TensorInfo:
     if kind not in _DTYPES:
         hint = "dequantise the checkpoint first" if kind == "Int4" else "save it in MindSpore with another dtype"
         raise CorruptError(f"tensor `{name}` of `{file}` has type `{kind}`, which is not supported", hint=hint)
-    if len(run) > 1 and any((piece.dims, piece.kind) != (shape, kind) for piece in run):
+    if any((piece.dims, piece.kind) != (shape, kind) for piece in run[1:]):
         raise CorruptError(f"the pieces of tensor `{name}` of `{file}` differ in shape or type", hint=AGAIN)
     dtype = _DTYPES[kind]
     size = sum([piece.extent.size for piece in run])

@@ -98,7 +98,7 @@ def _tensor(window: _Window, name: str, start: int, end: int) -> Record:
         elif key == TENSOR_CONTENT and extent is None:
             extent = Extent(after, value)
         elif key == PACKED_DIMS:  # not MindSpore's way, but equal in meaning
-            dims += _packed(window, after, after + value)
+            dims += _packed(window, after, value)
         else:
             raise window.error(position, f"an unknown or repeated field, key {key}, in tensor `{name}`")
         position = after + value
@@ -107,11 +107,19 @@ def _tensor(window: _Window, name: str, start: int, end: int) -> Record:
     return Record(name, tuple(dims), kind, extent)
 
 
-def _packed(window: _Window, position: int, end: int) -> list[int]:
+def _packed(window: _Window, position: int, size: int) -> list[int]:
+    """Return the ints that fill `size` bytes."""
     values = []
-    while position < end:
-        value, position = window.varint(position, end)
-        values.append(value)
+    data = window.bytes_at(position, size)
+    value = shift = 0
+    for byte in data:
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            values.append(value)
+            value = shift = 0
+    if shift:
+        raise window.error(position, "a number that does not end")
     return values
 
 
@@ -127,48 +135,55 @@ class _Window:
     def field(self, position: int, end: int) -> tuple[int, int, int]:
         """Return (key, value or size, offset after it) of the field at `position`.
 
-        A key is a field number times 8 plus the wire type: 0 an int, 2 a size with content after it. The content
-        must end at or before `end`.
+        A key is a field number times 8 plus the wire type: 0 an int, 2 a size with content after it. A key of two
+        bytes is an unknown field, and its first byte is returned. The content must end at or before `end`.
         """
-        buffer = self.buffer
         i = position - self.base
-        if i < 0 or i + LONGEST_FIELD > len(buffer):
-            buffer = self._move(position)
+        if i < 0 or i + LONGEST_FIELD > len(self.buffer):
+            self._move(position)
             i = 0
-        if i + 1 < len(buffer) and buffer[i] < 128 and buffer[i + 1] < 128:
-            key, value, after = buffer[i], buffer[i + 1], position + 2
+        buffer = self.buffer
+        if len(buffer) < i + 2:
+            raise self.error(position, "a field that does not end")
+        key, value = buffer[i], buffer[i + 1]
+        if value > 127:
+            value, after = self.varint(position + 1)
         else:
-            key, after = self.varint(position, end)
-            value, after = self.varint(after, end)
+            after = position + 2
         if after + (value if key & 7 == LENGTH else 0) > end:
             raise self._too_long(position, after + value, end)
         return key, value, after
 
-    def varint(self, position: int, end: int) -> tuple[int, int]:
-        """Return the int at `position` and the offset after it; it must end at or before `end`."""
+    def varint(self, position: int) -> tuple[int, int]:
+        """Return the int at `position`, which the buffer holds, and the offset after it."""
         i = position - self.base
-        if i < 0 or i + LONGEST_INT > len(self.buffer):
-            self._move(position)
-            i = 0
-        value = 0
-        for count, byte in enumerate(self.buffer[i : i + LONGEST_INT]):
-            value |= (byte & 127) << 7 * count
-            if byte < 128 and position + count < end:
-                return value, position + count + 1
+        buffer = self.buffer
+        value = shift = 0
+        while i < len(buffer) and shift < 64:
+            byte = buffer[i]
+            value |= (byte & 127) << shift
+            i += 1
+            if byte < 128:
+                return value, self.base + i
+            shift += 7
         raise self.error(position, "a number that does not end")
 
     def text(self, position: int, size: int) -> str:
         """Return `size` bytes as text."""
-        if size > LONGEST_NAME:
-            raise self.error(position, f"a name of {size} bytes")
-        i = position - self.base
-        data = self.buffer[i : i + size]
-        if i < 0 or len(data) < size:
-            data = files.pread(self.file, self.descriptor, size, position)
         try:
-            return data.decode("utf-8")
+            return self.bytes_at(position, size).decode("utf-8")
         except UnicodeDecodeError as error:
             raise self.error(position, "a name is not valid UTF-8") from error
+
+    def bytes_at(self, position: int, size: int) -> bytes:
+        """Return `size` bytes of a name or a list of dims."""
+        i = position - self.base
+        data = self.buffer[i : i + size]
+        if len(data) == size:
+            return data
+        if size > LONGEST_NAME:
+            raise self.error(position, f"a name of {size} bytes")
+        return files.pread(self.file, self.descriptor, size, position)
 
     def error(self, position: int, what: str) -> CorruptError:
         return CorruptError(
@@ -183,8 +198,7 @@ class _Window:
             hint=AGAIN,
         )
 
-    def _move(self, position: int) -> bytes:
+    def _move(self, position: int) -> None:
         size = max(0, min(WINDOW_BYTES, self.end - position))
         self.buffer = files.pread(self.file, self.descriptor, size, position)
         self.base = position
-        return self.buffer

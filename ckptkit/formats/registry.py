@@ -15,7 +15,7 @@ from ckptkit.errors import CorruptError, UsageError
 from ckptkit.formats import files, mindspore_ckpt, safetensors
 from ckptkit.formats.base import Checkpoint, FileIndex, OutputFile
 from ckptkit.formats.folder import HF_INDEX, NAME_MAP, is_index, select, with_notes
-from ckptkit.formats.weight_map import apply_map, find_files, read_weight_map
+from ckptkit.formats.weight_map import WeightMap, apply_map, find_files, read_weight_map
 from ckptkit.types import TensorInfo, TensorSpec
 
 HF = "hf"
@@ -77,16 +77,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     found = [read_file(path) for path in dict.fromkeys(paths)]
     indexes = [index for _, index in found]
     kind = _check_one_kind({index.file.name: kind for kind, index in found})
-    if weights is None:
-        tensors, notes = _join(indexes)
-    else:
-        named = set(weights.file_names)
-        tensors, notes = apply_map(weights, [index for index in indexes if index.file.name in named])
-        extra, more = _join([index for index in indexes if index.file.name not in named])
-        notes += more
-        twice = [name for name in extra if name in tensors]
-        notes += [f"{files.listed(twice)}: also in a file that the index does not name"] if twice else []
-        tensors = extra | tensors
+    tensors, notes = _join(indexes) if weights is None else _join_indexed(weights, indexes)
     metadata, odd = _join_metadata(indexes)
     notes = [note for index in indexes for note in index.notes] + notes + odd
     used = [index.file for index in indexes]
@@ -99,6 +90,17 @@ def _open_folder(folder: Path) -> Checkpoint:
         metadata,
         (*with_notes(folder, selection, used), *notes),
     )
+
+
+def _join_indexed(weights: WeightMap, indexes: Sequence[FileIndex]) -> tuple[dict[str, TensorInfo], list[str]]:
+    """Return the tensors that the index places, and those of files beside it (`hyper_param.safetensors`)."""
+    named = set(weights.file_names)
+    tensors, notes = apply_map(weights, [index for index in indexes if index.file.name in named])
+    extra, more = _join([index for index in indexes if index.file.name not in named])
+    twice = [name for name in extra if name in tensors]
+    if twice:
+        more.append(f"{files.listed(twice)}: also in a file that the index does not name")
+    return extra | tensors, notes + more
 
 
 def _check_one_kind(kinds: Mapping[str, str]) -> str:

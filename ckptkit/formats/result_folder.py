@@ -136,7 +136,8 @@ class ResultFolder:
         except OSError as error:
             raise disk_error(error, self.target) from error
         else:
-            self._remove_old()
+            if self._old.exists():
+                _remove_replaced(self._old)
         finally:
             self.close()
 
@@ -157,16 +158,6 @@ class ResultFolder:
             except OSError:
                 self._old.rename(self.target)
                 raise
-
-    def _remove_old(self) -> None:
-        try:
-            if self._old.exists():
-                shutil.rmtree(self._old)
-        except OSError as error:
-            raise ResourceError(
-                f"the new result is in place, but the old one could not be removed: {error}",
-                hint=f"remove `{self._old.name}` by hand",
-            ) from error
 
     def close(self) -> None:
         """Let go of the locks; what is unfinished stays for the next run of the same plan."""
@@ -194,7 +185,7 @@ def repair(target: Path) -> None:
     for old in siblings(target, "old"):
         digest = old.name[-32:]
         if _plan_of(target) == digest:
-            shutil.rmtree(old)
+            _remove_replaced(old)
         elif not _is_filled(target) and target.with_name(f"{target.name}.partial-{digest}").is_dir():
             old.rename(target)
         else:
@@ -203,6 +194,17 @@ def repair(target: Path) -> None:
                 why=f"`{target.name}` is not what replaced it, so it may be the only one",
                 hint=f"rename it to `{target.name}`, or remove it",
             )
+
+
+def _remove_replaced(old: Path) -> None:
+    try:
+        shutil.rmtree(old)
+    except OSError as error:
+        raise ResourceError(
+            f"the new result is in place, but the old one, now `{old.name}`, could not be removed",
+            why=f"the system reports: {error}",
+            hint="remove it by hand",
+        ) from error
 
 
 def _is_filled(folder: Path) -> bool:

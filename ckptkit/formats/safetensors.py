@@ -187,12 +187,13 @@ def _metadata(file: Path, value: object) -> dict[str, str]:
 
 def _tensors(file: Path, header: Mapping[str, Any], start: int, size: int) -> tuple[TensorInfo, ...]:
     """Return the tensors in file order; `start` is where the data begins, `size` is the file's."""
-    rows = []
-    widths = _WIDTHS
+    tensors = []
+    position = 0
+    in_order = True
     for name, entry in header.items():
         try:
             dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-            count = widths[dtype]
+            count = _WIDTHS[dtype]
             for length in shape:
                 if type(length) is not int or length < 0:
                     raise ValueError
@@ -203,43 +204,41 @@ def _tensors(file: Path, header: Mapping[str, Any], start: int, size: int) -> tu
                 raise ValueError
         except (TypeError, KeyError, ValueError):
             raise _bad_entry(file, name, entry) from None
-        rows.append((begin, end, name, dtype, shape))
-    rows.sort(key=lambda row: row[:2])
-    _check_ranges(file, rows, start, size)
-    extent = Extent
-    return tuple(
-        [
-            TensorInfo(name, tuple(shape), dtype, file, (extent(start + begin, end - begin),))
-            for begin, end, name, dtype, shape in rows
-        ]
-    )
+        in_order &= begin == position
+        position = end
+        tensors.append(TensorInfo(name, tuple(shape), dtype, file, (Extent(start + begin, count),)))
+    if not in_order or start + position != size:
+        tensors.sort(key=lambda tensor: tensor.extents[0])
+        _check_ranges(file, tensors, start, size)
+    return tuple(tensors)
 
 
-def _check_ranges(file: Path, rows: Sequence[tuple[int, int, str, str, Any]], start: int, size: int) -> None:
-    """Raise CorruptError unless the tensors fill the data region exactly once; `rows` is sorted by offset."""
-    last = max((row[1] for row in rows), default=0)
-    if start + last > size:
+def _check_ranges(file: Path, tensors: Sequence[TensorInfo], start: int, size: int) -> None:
+    """Raise CorruptError unless the tensors, sorted by offset, fill the data from `start` to `size` exactly once."""
+    ends = [sum(tensor.extents[0]) for tensor in tensors]
+    needed = max(ends, default=start)
+    if needed > size:
         raise CorruptError(
-            f"`{file}` is cut: its header needs {start + last} bytes; the file has {size}",
-            items=[row[2] for row in rows if start + row[1] > size],
+            f"`{file}` is cut: its header needs {needed} bytes; the file has {size}",
+            items=[tensor.name for tensor, end in zip(tensors, ends, strict=True) if end > size],
             why="the tensors at the end are missing in part or whole",
             hint=AGAIN,
         )
-    position = 0
-    previous = "the header"
-    for begin, end, name, _, _ in rows:
+    position, previous = start, "the header"
+    for tensor, end in zip(tensors, ends, strict=True):
+        begin = tensor.extents[0].offset
         if begin != position:
             how = "overlaps" if begin < position else "leaves unused bytes after"
             raise CorruptError(
-                f"tensor `{name}` of `{file}` starts at data byte {begin} and {how} `{previous}`, "
+                f"tensor `{tensor.name}` of `{file}` starts at byte {begin} and {how} `{previous}`, "
                 f"which ends at {position}",
                 hint=AGAIN,
             )
-        position, previous = end, name
-    if start + position < size:
+        position, previous = end, tensor.name
+    if position < size:
         raise CorruptError(
-            f"`{file}` has {size - start - position} bytes after its last tensor; "
-            f"its header needs {start + position} bytes, and the file has {size}",
+            f"`{file}` has {size - position} bytes after its last tensor; its header needs {position} bytes, "
+            f"and the file has {size}",
             hint=AGAIN,
         )
 

@@ -15,14 +15,15 @@ from typing import Literal
 from ckptkit.cast import common_dtype, why_kept
 from ckptkit.formats.base import Checkpoint
 from ckptkit.formats.files import same_bytes
-from ckptkit.mapping.expr import Leaf, leaves
-from ckptkit.mapping.rules import RuleSet, Tie
+from ckptkit.mapping.expr import Expr, Leaf, leaves
+from ckptkit.mapping.rules import Rule, RuleSet, Tie
 from ckptkit.plan.express import express
 from ckptkit.plan.plan import Fate, OutputTensor, Plan
 from ckptkit.types import TensorInfo, TensorSpec
 
 Kind = Literal["only_in_a", "only_in_b", "shape", "parts"]
 Side = Literal["hf", "dialect"]
+_Row = tuple[Rule, Expr | None, tuple[str, ...]]  # what `express` yields
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,8 @@ def pair_by_rules(a: Checkpoint, b: Checkpoint, rules_a: RuleSet, rules_b: RuleS
     """Pair what the tables make of A's tensors in B's naming with B's tensors."""
     result = Pairing()
     found = _fitting(a, rules_a, result)
-    left, right = _express(found, rules_a, rules_b, result), dict(b.tensors)
-    _drop_misfits(a, rules_a, rules_b, found, right, result)
+    rows = list(express(rules_a, rules_b, {rule.target for rule in rules_a.rules if rule.target not in found}))
+    left, right = _left(rows, found, result), dict(b.tensors)
     strays = {name: info for name, info in a.tensors.items() if name not in {r.target for r in rules_a.rules}}
     known = {rule.target for rule in rules_b.rules}
     left |= {name: _whole(info) for name, info in strays.items() if name in right and name not in known}
@@ -88,7 +89,7 @@ def pair_by_rules(a: Checkpoint, b: Checkpoint, rules_a: RuleSet, rules_b: RuleS
     alone = {name: _whole(info) for name, info in strays.items() if name not in left}
     _pass_over_ignored(rules_a, set(alone), "a", alone, result)
     _pass_over_ignored(rules_b, {n for n in right if n not in left and n not in known}, "b", right, result)
-    _report_lacking(found, rules_a, rules_b, right, result)
+    _report_lacking(rows, rules_a, a, right, result)
     _note_missing(rules_b, left, right, result)
     _join(left, right, result)
     result.findings += [Finding("only_in_a", name, "matches no row of the table") for name in alone]
@@ -112,16 +113,10 @@ def _fitting(a: Checkpoint, rules: RuleSet, result: Pairing) -> dict[str, Tensor
     return found
 
 
-def _absent(rules: RuleSet, found: Mapping[str, TensorInfo]) -> set[str]:
-    return {rule.target for rule in rules.rules if rule.target not in found}
-
-
-def _express(
-    found: Mapping[str, TensorInfo], rules_a: RuleSet, rules_b: RuleSet, result: Pairing
-) -> dict[str, OutputTensor]:
+def _left(rows: Sequence[_Row], found: Mapping[str, TensorInfo], result: Pairing) -> dict[str, OutputTensor]:
     """Return A's tensors in B's naming, as far as all their parts are there and go together."""
     left = {}
-    for rule, expr, _ in express(rules_a, rules_b, _absent(rules_a, found)):
+    for rule, expr, _ in rows:
         if expr is None:
             continue
         inputs = {leaf.name: found[leaf.name] for leaf in leaves(expr)}
@@ -133,50 +128,25 @@ def _express(
     return left
 
 
-def _drop_misfits(
-    a: Checkpoint,
-    rules_a: RuleSet,
-    rules_b: RuleSet,
-    found: Mapping[str, TensorInfo],
-    right: dict[str, TensorInfo],
-    result: Pairing,
-) -> None:
-    """Take out of B what needs a tensor of A that has another shape than expected: its finding covers both."""
-    misfit = {
-        leaf.name
-        for rule in rules_a.rules
-        if rule.target in a.tensors and rule.target not in found
-        for leaf in rule.sources
-    }
-    for rule in rules_b.rules:
-        if rule.target in right and any(leaf.name in misfit for leaf in rule.sources):
-            result.notes.append(f"`{rule.target}` of B was not compared: what it is made of has another shape in A")
-            del right[rule.target]
-
-
 def _report_lacking(
-    found: Mapping[str, TensorInfo],
-    rules_a: RuleSet,
-    rules_b: RuleSet,
-    right: dict[str, TensorInfo],
-    result: Pairing,
+    rows: Sequence[_Row], rules_a: RuleSet, a: Checkpoint, right: dict[str, TensorInfo], result: Pairing
 ) -> None:
     """Report tensors of B of which A lacks all or a part, and parts in A of what B does not have either."""
     stored = {leaf.name: rule.target for rule in rules_a.rules for leaf in rule.sources}
-    for rule, expr, lacking in express(rules_a, rules_b, _absent(rules_a, found)):
+    for rule, expr, lacking in rows:
         if expr is not None:
             continue
-        missing = ", ".join(dict.fromkeys(stored.get(name, name) for name in lacking))
-        if rule.target in right:
-            result.findings.append(Finding("only_in_b", rule.target, f"A lacks {missing}"))
-            del right[rule.target]
-            continue
-        if len(lacking) == len(rule.sources):
-            continue
-        here = dict.fromkeys(stored[leaf.name] for leaf in rule.sources if leaf.name not in lacking)
-        for name in here:
-            text = f"B lacks {rule.target}, which A could not make without {missing}"
-            result.findings.append(Finding("only_in_a", name, text))
+        other = right.pop(rule.target, None)
+        missing = list(dict.fromkeys(stored.get(name, name) for name in lacking))
+        misfit = [name for name in missing if name in a.tensors]  # these have a finding already
+        if misfit and other is not None:
+            result.notes.append(f"`{rule.target}` of B was not compared: `{misfit[0]}` has another shape in A")
+        elif other is not None:
+            result.findings.append(Finding("only_in_b", rule.target, f"A lacks {', '.join(missing)}"))
+        elif not misfit and len(lacking) < len(rule.sources):
+            text = f"B lacks {rule.target}, which A could not make without {', '.join(missing)}"
+            here = dict.fromkeys(stored[leaf.name] for leaf in rule.sources if leaf.name not in lacking)
+            result.findings += [Finding("only_in_a", name, text) for name in here]
 
 
 def _note_missing(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckptkit import CoverageError, UsageError, convert, open_checkpoint
+from ckptkit import CorruptError, CoverageError, UsageError, convert, open_checkpoint
 from ckptkit.cli import run
 from ckptkit.formats.io import read_region
 from ckptkit.report import Report
@@ -275,3 +276,17 @@ def test_mistakes_have_a_message_and_a_code(
     assert run([word.replace("{hf}", str(source)) for word in arguments]) == code
     assert words in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"hf"}
+
+
+def test_a_ckpt_whose_crc_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    convert(source, tmp_path / "ms", format="ckpt")
+    data = (tmp_path / "ms" / "model.ckpt").read_bytes()
+    sound, broken = tmp_path / "sound.ckpt", tmp_path / "broken.ckpt"
+    sound.write_bytes(data + b"crc_num" + zlib.crc32(data).to_bytes(10, "big"))
+    broken.write_bytes(data + b"crc_num" + (zlib.crc32(data) ^ 1).to_bytes(10, "big"))
+    convert(sound, tmp_path / "back", config=source)
+    assert contents(tmp_path / "back") == contents(source)
+    with pytest.raises(CorruptError, match="crc"):
+        convert(broken, tmp_path / "other", config=source)
+    assert not (tmp_path / "other").exists()

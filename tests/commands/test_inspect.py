@@ -27,7 +27,9 @@ def test_an_hf_folder_is_described(tmp_path: Path) -> None:
 
 def test_our_own_folder_says_its_variant(tmp_path: Path) -> None:
     convert(make_hf_plain(tmp_path / "hf"), tmp_path / "ms", variant="qkv_concat-1.4")
-    assert rows(inspect(tmp_path / "ms"), "naming") == ["llama, mindformers-legacy, variant qkv_concat-1.4 (ckptkit.json)"]
+    assert rows(inspect(tmp_path / "ms"), "naming") == [
+        "llama, mindformers-legacy, variant qkv_concat-1.4 (ckptkit.json)"
+    ]
 
 
 def test_equal_fits_are_both_named(tmp_path: Path) -> None:

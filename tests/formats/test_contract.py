@@ -1,4 +1,4 @@
-"""The contract of `format_contract.py`, for every format, without the frameworks (see `test_frameworks.py`)."""
+"""The contract of `format_contract.py`, for every format, without the frameworks (see `test_*_itself.py`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The `.ckpt` reader and writer: records and malformed files from byte literals.
 
-The contract shared by all formats is in `test_contract.py`; MindSpore's own view is in `test_frameworks.py`.
+The contract shared by all formats is in `test_contract.py`; MindSpore's own view is in `test_mindspore_itself.py`.
 """
 
 from __future__ import annotations
@@ -172,6 +172,8 @@ def test_a_map_parameter_is_refused_by_name(tmp_path: Path) -> None:
         sized(0x0A, HEAD + b"\x12\x7f" + sized(0x12, b"Int16")) + bytes(200),
         b"\x0a" + b"\x80" * 12,
         b"\x0a\x03\x0a\xff\xff",
+        record(dims=b"\x0a\x02\x02\x80"),
+        record(dims=b"\x82\x01\x02"),
     ],
 )
 def test_a_record_that_breaks_the_schema_is_refused(tmp_path: Path, data: bytes) -> None:
@@ -224,6 +226,15 @@ def test_duplicates_with_equal_bytes_are_noted(tmp_path: Path, between: bytes) -
     index = read(tmp_path, record() + between + record())
     assert [tensor.name for tensor in index.tensors] == (["w", "v"] if between else ["w"])
     assert index.notes == ("`x.ckpt`: duplicate records with equal bytes: `w`",)
+
+
+@pytest.mark.parametrize(("last", "equal"), [(b"\2\0", True), (b"\3\0", False)])
+def test_duplicates_are_compared_however_they_are_cut(tmp_path: Path, last: bytes, equal: bool) -> None:
+    data = record() + record(b"v") + record(data=b"\1") + record(data=b"\0") + record(data=last)
+    if equal:
+        assert "duplicate records with equal bytes: `w`" in read(tmp_path, data).notes[0]
+    else:
+        assert "duplicate tensor `w`" in refusal(tmp_path, data)
 
 
 def with_crc(data: bytes, crc: int | None = None) -> bytes:

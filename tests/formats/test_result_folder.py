@@ -310,7 +310,7 @@ def test_a_file_system_that_cannot_sync_folders_or_lock_files_is_used_all_the_sa
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def sync(fd: int) -> None:
-        if os.path.isdir(f"/proc/self/fd/{fd}"):
+        if Path(f"/proc/self/fd/{fd}").is_dir():
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     def flock(fd: int, operation: int) -> None:
@@ -402,7 +402,7 @@ def test_a_file_and_a_filled_folder_are_no_targets(tmp_path: Path) -> None:
 
 
 def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match="has .* free"):
+    with pytest.raises(ResourceError, match=r"has .* free"):
         check_space(tmp_path / "deep" / "out", 1 << 60)
     check_space(tmp_path / "out", 1)
     assert names(tmp_path) == set()

@@ -1,6 +1,6 @@
 """The safetensors reader and writer: one test for each malformed file, built from byte literals.
 
-The contract shared by all formats is in `test_contract.py`; the library's own view is in `test_frameworks.py`.
+The contract shared by all formats is in `test_contract.py`; the library's own view is in `test_safetensors_itself.py`.
 """
 
 from __future__ import annotations
