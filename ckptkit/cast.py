@@ -20,7 +20,7 @@ from ckptkit.types import DTYPES, Shape
 
 Array = NDArray[Any]
 
-CHUNK = 32768  # elements: the input, the output and the scratch of a chunk stay in the processor's cache
+CHUNK = 65536  # elements: the input, the output and the scratch of a chunk stay in the processor's cache
 _NAMES = {
     "bf16": "BF16", "bfloat16": "BF16", "fp16": "F16", "float16": "F16", "fp32": "F32", "float32": "F32",
 }  # fmt: skip
@@ -217,8 +217,8 @@ def _to_odd_single(values: Array) -> Array:
     even = (bits & 1) == 0
     kept, wanted = np.abs(singles.astype(np.float64)), np.abs(values)
     more, less = even & (kept < wanted), even & (kept > wanted)
-    bits[more] += np.uint32(1)
-    bits[less] -= np.uint32(1)
+    np.add(bits, more, out=bits)
+    np.subtract(bits, less, out=bits)
     return singles
 
 

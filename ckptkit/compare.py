@@ -1,14 +1,14 @@
 """The sink that compares: what the executor makes of one checkpoint, against the tensors of another.
 
 Bytes come first; only where they differ, or where the dtypes do, are elements widened to float64 for figures. Memory
-is one block of the other side and its float64 forms for each worker, whatever a tensor's size.
+is one block or tile of the other side and some float64 blocks for each worker, whatever a tensor's size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import isfinite, prod
 from threading import Lock
 from typing import Any
 
@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from ckptkit.cast import Caster
 from ckptkit.formats.io import FilePool, read_region
 from ckptkit.types import DTYPES, Region, Shape, TensorInfo, TensorSpec, item_bytes
-from ckptkit.values import FLOATS, widener
+from ckptkit.values import widener
 
 Array = NDArray[Any]
 
 BLOCK = 32768  # elements: a block's float64 forms stay in the processor's cache
-_MOST_RANGES = 1000
+_MOST_PLACES = 1000
 _CAST = frozenset({"F16", "BF16", "F32", "F64"})
 
 
@@ -63,10 +63,26 @@ class Tally:
 
 
 @dataclass(slots=True)
+class _Place:
+    """Where elements lie: a region of a tensor, or of its flat form (one axis)."""
+
+    info: TensorInfo
+    region: Region
+
+    def element(self, number: int) -> int:
+        """Return the number, in C order in the whole tensor, of element `number` of the region."""
+        found = 0
+        for start, extent, size, inner in zip(
+            self.region.start, self.region.shape, self.info.shape, _inner(self.region.shape), strict=True
+        ):
+            found = found * size + start + number // inner % extent
+        return found
+
+
+@dataclass(slots=True)
 class _State:
     """A tally in the making. `castable`: the dtypes differ, and one is cast to the other. `rest` are the first bytes
-    of an element that a block cut; `same` are ranges of elements, (first, count), whose bytes were equal and of
-    which no figures were made."""
+    of an element that a block cut; `same` are places whose bytes were equal and of which no figures were made."""
 
     tally: Tally
     other: TensorInfo
@@ -74,7 +90,7 @@ class _State:
     caster: Caster | None = None
     lock: Lock = field(default_factory=Lock)
     rest: bytes = b""
-    same: list[tuple[int, int]] = field(default_factory=list)
+    same: list[_Place] = field(default_factory=list)
 
 
 class Comparer:
@@ -101,45 +117,67 @@ class Comparer:
                 data = memoryview(state.rest + bytes(data))
                 state.rest = bytes(data[len(data) - len(data) % width :])
             values = np.frombuffer(data, DTYPES[state.tally.mine.dtype].carrier, len(data) // width)
-            for start in range(0, values.size, BLOCK):
-                self._compare(state, offset // width + start, values[start : start + BLOCK])
+            first = offset // width
+            if state.other.strides is None:
+                flat = replace(state.other, shape=(state.other.num_elements,))
+                self._compare(state, _Place(flat, Region((first,), (first + values.size,))), values)
+                return
+            for box in boxes(state.other.shape, first, values.size):
+                self._compare(state, _Place(state.other, box), values[: box.size])
+                values = values[box.size :]
+
+    def put_region(self, output: int, region: Region, values: Array) -> None:
+        """Compare a box of an output with the same box of the other tensor."""
+        state = self._states[output]
+        with state.lock:
+            self._compare(state, _Place(state.other, region), values.reshape(-1))
 
     def finish(self, output: int, digest: str | None) -> None:
         """Complete the figures of an output that differs: with the values of the parts whose bytes are equal."""
         state = self._states[output]
         with state.lock:
-            for first, count in state.same if state.tally.max_a is not None else ():
-                for start in range(first, first + count, BLOCK):
-                    theirs = self._read(state.other, start, min(BLOCK, first + count - start))
-                    _add_figures(state.tally, theirs, theirs)
+            widen = widener(state.tally.mine.dtype)
+            if widen is not None and state.tally.max_a is not None:
+                for place in state.same:
+                    for values in _blocks(self._read(place)):
+                        wide = widen(values)
+                        _add_figures(state.tally, wide, wide)
             state.same.clear()
             state.caster = None
             if state.castable:
                 state.tally.rounded = state.tally.rounded is not False
 
-    def _compare(self, state: _State, first: int, mine: Array) -> None:
-        tally = state.tally
-        theirs = self._read(state.other, first, mine.size)
-        if tally.mine.dtype != tally.theirs.dtype:
-            _compare_values(state, first, mine, theirs)
-        elif np.array_equal(mine, theirs):
-            _remember_same(state, first, mine)
-        else:
-            _note_changed(tally, first, mine != theirs)
-            _add_figures(tally, mine, theirs)
+    def _read(self, place: _Place) -> Array:
+        return read_region(place.info, place.region, pool=self._pool).reshape(-1)
 
-    def _read(self, info: TensorInfo, first: int, count: int) -> Array:
-        """Return `count` elements of a tensor in C order, from element `first` on."""
-        if info.strides is None:
-            flat = replace(info, shape=(info.num_elements,))
-            return read_region(flat, Region((first,), (first + count,)), pool=self._pool)
-        parts = [read_region(info, box, pool=self._pool).reshape(-1) for box in boxes(info.shape, first, count)]
-        return np.concatenate(parts)
+    def _compare(self, state: _State, place: _Place, mine: Array) -> None:
+        theirs = self._read(place)
+        same_dtype = state.tally.mine.dtype == state.tally.theirs.dtype
+        if same_dtype and np.array_equal(mine, theirs) and len(state.same) < _MOST_PLACES:
+            _remember(state, place)
+            return
+        for number, (a, b) in enumerate(zip(_blocks(mine), _blocks(theirs), strict=True)):
+            changed = _compare_bits(state, a, b) if same_dtype else _compare_values(state, a, b)
+            count = int(np.count_nonzero(changed))
+            if count:
+                first = place.element(number * BLOCK + int(np.argmax(changed)))
+                state.tally.first = first if state.tally.first is None else min(state.tally.first, first)
+                state.tally.changed += count
 
 
 def _start(spec: TensorSpec, other: TensorInfo) -> _State:
     differ = spec.dtype != other.dtype
     return _State(Tally(spec, other.spec), other, differ and {spec.dtype, other.dtype} <= _CAST)
+
+
+def _inner(shape: Shape) -> list[int]:
+    """Return, for each axis, the number of elements of one step on it."""
+    return [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+
+
+def _blocks(values: Array) -> Iterator[Array]:
+    for start in range(0, values.size, BLOCK):
+        yield values[start : start + BLOCK]
 
 
 def boxes(shape: Shape, first: int, count: int) -> list[Region]:
@@ -159,50 +197,53 @@ def boxes(shape: Shape, first: int, count: int) -> list[Region]:
     return [head, *boxes(shape, first + whole * row, count - whole * row)]
 
 
-def _remember_same(state: _State, first: int, values: Array) -> None:
-    """Keep in mind a range that is equal; its figures are made at the end, if they are needed at all."""
-    if state.same and sum(state.same[-1]) == first:
-        state.same[-1] = (state.same[-1][0], state.same[-1][1] + values.size)
-    elif len(state.same) < _MOST_RANGES:
-        state.same.append((first, values.size))
-    else:
-        _add_figures(state.tally, values, values)
+def _remember(state: _State, place: _Place) -> None:
+    """Keep in mind a place that is equal; its figures are made at the end, if they are needed at all."""
+    if state.same and len(place.info.shape) == 1:
+        last = state.same[-1]
+        if len(last.info.shape) == 1 and last.region.stop == place.region.start:
+            state.same[-1] = _Place(last.info, Region(last.region.start, place.region.stop))
+            return
+    state.same.append(place)
 
 
-def _compare_values(state: _State, first: int, mine: Array, theirs: Array) -> None:
-    """Compare elements of two dtypes by their values; a NaN equals a NaN."""
+def _compare_bits(state: _State, mine: Array, theirs: Array) -> Array:
+    """Return which elements differ, of two tensors of one dtype, and add to the figures."""
+    widen = widener(state.tally.mine.dtype)
+    if widen is not None:
+        _add_figures(state.tally, widen(mine), widen(theirs))
+    changed: Array = mine != theirs
+    return changed
+
+
+def _compare_values(state: _State, mine: Array, theirs: Array) -> Array:
+    """Return which values differ, of two tensors of two dtypes, and add to the figures; a NaN equals a NaN."""
     tally = state.tally
-    a, b = widener(tally.mine.dtype), widener(tally.theirs.dtype)
-    if a is None or b is None:
-        return
-    x, y = a(mine), b(theirs)
-    _note_changed(tally, first, (x != y) & ~(np.isnan(x) & np.isnan(y)))
-    _add_figures(tally, mine, theirs)
+    widen_a, widen_b = widener(tally.mine.dtype), widener(tally.theirs.dtype)
+    if widen_a is None or widen_b is None:
+        return np.zeros(0, bool)
+    x, y = widen_a(mine), widen_b(theirs)
+    changed: Array = x != y
+    if changed.any():
+        changed &= ~(np.isnan(x) & np.isnan(y))
+    _add_figures(tally, x, y)
     if state.castable and tally.rounded is not False:
         state.caster = state.caster or Caster(tally.mine.dtype, tally.theirs.dtype)
         tally.rounded = np.array_equal(state.caster(mine), theirs)
+    return changed
 
 
-def _note_changed(tally: Tally, first: int, changed: Array) -> None:
-    count = int(np.count_nonzero(changed))
-    if count:
-        place = first + int(np.argmax(changed))
-        tally.first = place if tally.first is None else min(tally.first, place)
-        tally.changed += count
-
-
-def _add_figures(tally: Tally, mine: Array, theirs: Array) -> None:
-    a, b = widener(tally.mine.dtype), widener(tally.theirs.dtype)
-    if a is None or b is None:
-        return
-    x, y = a(mine), b(theirs)
-    finite_x, finite_y = np.isfinite(x), np.isfinite(y)
-    if tally.mine.dtype in FLOATS or tally.theirs.dtype in FLOATS:
-        nans = int(np.isnan(x).sum()), int(np.isnan(y).sum())
-        infs = int((~finite_x).sum()) - nans[0], int((~finite_y).sum()) - nans[1]
-        tally.nan = tally.nan[0] + nans[0], tally.nan[1] + nans[1]
-        tally.inf = tally.inf[0] + infs[0], tally.inf[1] + infs[1]
+def _add_figures(tally: Tally, x: Array, y: Array) -> None:
     with np.errstate(all="ignore"):
-        gap = np.abs(x - y, out=np.zeros_like(x), where=finite_x & finite_y)
-    tally.max_abs = max(tally.max_abs or 0.0, float(gap.max(initial=0.0)))
-    tally.max_a = max(tally.max_a or 0.0, float(np.abs(x).max(initial=0.0, where=finite_x)))
+        gap = np.abs(x - y)
+    largest, largest_x = float(gap.max(initial=0.0)), float(np.abs(x).max(initial=0.0))
+    if not (isfinite(largest) and isfinite(largest_x)):  # then something is NaN or inf, on one side or on both
+        finite_x, finite_y = np.isfinite(x), np.isfinite(y)
+        nans = int(np.isnan(x).sum()), int(np.isnan(y).sum())
+        tally.nan = tally.nan[0] + nans[0], tally.nan[1] + nans[1]
+        infs = int((~finite_x).sum()) - nans[0], int((~finite_y).sum()) - nans[1]
+        tally.inf = tally.inf[0] + infs[0], tally.inf[1] + infs[1]
+        largest = float(gap.max(initial=0.0, where=finite_x & finite_y))
+        largest_x = float(np.abs(x).max(initial=0.0, where=finite_x))
+    tally.max_abs = max(tally.max_abs or 0.0, largest)
+    tally.max_a = max(tally.max_a or 0.0, largest_x)

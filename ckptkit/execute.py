@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import xxhash
@@ -325,7 +325,18 @@ def _in_order(shape: Shape, tile: Shape) -> bool:
     return not cut or all(step == 1 for step in tile[: cut[-1]])
 
 
+@runtime_checkable
+class RegionSink(Protocol):
+    """A sink that takes a tile as it is, rather than run by run of its bytes."""
+
+    def put_region(self, output: int, region: Region, values: NDArray[Any]) -> None:
+        """Take `values`, the elements of `region` of output number `output`, in C order."""
+
+
 def _put_tile(sink: Sink, number: int, output: OutputTensor, region: Region, array: NDArray[np.generic]) -> None:
+    if isinstance(sink, RegionSink):
+        sink.put_region(number, region, array)
+        return
     data = array.reshape(-1).data.cast("B")
     size = array.itemsize
     done = 0

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 REPORT_SCHEMA = 1
 _SHOWN_ROWS = 12
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole dotted word of digits
 
 
 @dataclass(slots=True)
@@ -21,14 +22,27 @@ class Report:
     """What a command did or found.
 
     `rows` are (label, text) lines for people, `data` is the same for programs. `exit_code` is 0, or 1 when a
-    difference was found.
+    difference was found. `fill` makes data that is long (a row for each tensor) when somebody asks for it.
     """
 
     command: str
     headline: str
     rows: list[tuple[str, str]] = field(default_factory=list)
-    data: dict[str, Any] = field(default_factory=dict)
     exit_code: int = 0
+    fill: Callable[[], dict[str, Any]] | None = None
+    _data: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What the command found, as plain data."""
+        if self.fill is not None:
+            fill, self.fill = self.fill, None
+            self._data = fill() | self._data
+        return self._data
+
+    @data.setter
+    def data(self, data: dict[str, Any]) -> None:
+        self._data = data
 
     def add(self, label: str, text: str) -> None:
         self.rows.append((label, text))
@@ -55,12 +69,13 @@ def fold_names(names: Iterable[str]) -> list[tuple[str, int]]:
     """
     groups: dict[str, list[tuple[int, ...]]] = {}
     for name in names:
-        numbers = tuple(int(n) for n in re.findall(r"(?<![^.])\d+(?![^.])", name))
-        groups.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "{}", name), []).append(numbers)
+        numbers = tuple(int(n) for n in _NUMBER.findall(name))
+        groups.setdefault(_NUMBER.sub("\0", name), []).append(numbers)
     folded = []
     for pattern, rows in groups.items():
         spans = [_span(sorted(set(column))) for column in zip(*rows, strict=True)]
-        folded.append((pattern.format(*spans) if spans else pattern, len(rows)))
+        pieces = pattern.split("\0")
+        folded.append(("".join(piece + span for piece, span in zip(pieces, [*spans, ""], strict=True)), len(rows)))
     return folded
 
 

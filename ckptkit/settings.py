@@ -6,8 +6,8 @@
     format = "ckpt"
     max-shard-size = "2GB"
 
-A table for each command; keys are the long options without dashes, and `src`, `dst`, `path` for the arguments.
-What is typed on the command line wins.
+A table for each command (`[tables.show]` for one of a group); keys are the long options without dashes, and `src`,
+`dst`, `path` for the arguments. What is typed on the command line wins.
 """
 
 from __future__ import annotations
@@ -29,8 +29,19 @@ def default_map(path: Path, root: Any) -> dict[str, dict[str, Any]]:
         settings = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"`{path}` is not valid TOML: {error}") from None
-    commands = root.commands
-    return {name: _command_defaults(path, name, table, commands.get(name)) for name, table in settings.items()}
+    return _group_defaults(path, "", settings, root)
+
+
+def _group_defaults(path: Path, prefix: str, settings: dict[str, Any], group: Any) -> dict[str, dict[str, Any]]:
+    """Return the defaults of a group's commands; a group in a group, as `tables`, has sub-tables: `[tables.show]`."""
+    found = {}
+    for key, table in settings.items():
+        name, command = f"{prefix}{key}", group.commands.get(key)
+        if hasattr(command, "commands") and isinstance(table, dict):
+            found[key] = _group_defaults(path, f"{name}.", table, command)
+        else:
+            found[key] = _command_defaults(path, name, table, command)
+    return found
 
 
 def _command_defaults(path: Path, name: str, table: object, command: Any) -> dict[str, Any]:
@@ -45,7 +56,7 @@ def _command_defaults(path: Path, name: str, table: object, command: Any) -> dic
     unknown = [key for key in table if key not in known]
     if unknown:
         raise UsageError(
-            f"`{path}`: `[{name}]` has keys that `ckptkit {name}` does not know",
+            f"`{path}`: `[{name}]` has keys that `ckptkit {name.replace('.', ' ')}` does not know",
             items=unknown,
             hint="known keys: " + ", ".join(sorted(known)),
         )

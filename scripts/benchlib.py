@@ -4,7 +4,7 @@ A subject runs as a process of its own, once a round. Its CPU seconds are what t
 children that it waited for (`wait4`), all threads included: the figure to trust on a machine that others use too.
 Its memory is the peak of its anonymous resident bytes, children included, sampled every few milliseconds: file pages
 that the system may drop at will are not counted. A subject may print its own figures for a part of its work on the
-last line of its output, as JSON: `{"inner_cpu_s": 1.5}`.
+last line of its output, as JSON: `{"inner_cpu_s": 1.5, "lazy_cpu_s": 0.2}`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ SAMPLE_SECONDS = 0.004
 READ_BYTES = 1 << 20
 MIB = 1 << 20
 INNER = "inner_cpu_s"
+LAZY = "lazy_cpu_s"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a subject. `inner_cpu_s` is what the subject itself says of its work without its imports."""
+    """One run of a subject. What it says itself: `inner_cpu_s` is its work alone, `lazy_cpu_s` what it imports late."""
 
     cpu_s: float
     wall_s: float
@@ -37,6 +38,7 @@ class Run:
     resident_bytes: int
     output_bytes: int
     inner_cpu_s: float | None = None
+    lazy_cpu_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,8 @@ class FailedError(Exception):
     """A subject did not do its work; the text says what it printed last."""
 
 
-def run_child(command: Sequence[str], *, scratch: Path, env: Mapping[str, str]) -> tuple[Run, str]:
-    """Run `command` in the folder `scratch` and return its figures and output; raise FailedError when it fails."""
+def run_child(command: Sequence[str], *, scratch: Path, env: Mapping[str, str]) -> Run:
+    """Run `command` in the folder `scratch` and return its figures; raise FailedError when it fails."""
     out_file, err_file = scratch / "stdout.txt", scratch / "stderr.txt"
     with open(out_file, "wb") as out, open(err_file, "wb") as err:
         started = time.perf_counter()
@@ -112,15 +114,17 @@ def run_child(command: Sequence[str], *, scratch: Path, env: Mapping[str, str]) 
         said = (err_file.read_text(errors="replace") or text).strip().splitlines()
         raise FailedError(f"exit code {child.returncode}: {said[-1] if said else 'no message'}")
     cpu = usage.ru_utime + usage.ru_stime
-    return Run(cpu, wall, peak, usage.ru_maxrss * 1024, 0, inner_cpu(text)), text
+    said_itself = own_figures(text)
+    own = (said_itself.get(INNER), said_itself.get(LAZY))
+    return Run(cpu, wall, peak, usage.ru_maxrss * 1024, 0, *own)
 
 
-def inner_cpu(output: str) -> float | None:
-    """Return the figure that a subject printed on its last line, if it did."""
+def own_figures(output: str) -> dict[str, float]:
+    """Return the figures that a subject printed on its last line, if it did."""
     lines = output.strip().splitlines()
     if not lines or not lines[-1].startswith(f'{{"{INNER}"'):
-        return None
-    return float(json.loads(lines[-1])[INNER])
+        return {}
+    return {name: float(value) for name, value in json.loads(lines[-1]).items()}
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -202,7 +206,7 @@ class Bench:
         target = self.scratch / "out"
         warm(source)
         try:
-            run, _ = run_child(subject.command(source, target), scratch=self.scratch, env=self.env)
+            run = run_child(subject.command(source, target), scratch=self.scratch, env=self.env)
             written = folder_bytes(target)
             if written < least_bytes:
                 raise FailedError(f"it wrote {written} bytes where {least_bytes} are due")

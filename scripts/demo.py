@@ -5,7 +5,7 @@
 1. get the model as a Hugging Face folder (made once, see smollm2.py)
 2. `ckptkit convert` it to MindSpore
 3. run the one in transformers, the other in MindFormers' own network, and compare their logits
-4. `ckptkit convert` it back, and compare bytes
+4. `ckptkit convert` it back, and compare every tensor and file
 
 Everything stays in `.cache/demo` to be looked at. Exits with 1 when a comparison fails.
 """
@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import argparse
 import filecmp
+import hashlib
+import json
 import shlex
+import struct
 import subprocess
 import sys
 import time
@@ -105,15 +108,34 @@ def text_of(tokenizer: Tokenizer, result: Result) -> str:
 
 
 def compare_files(source: Path, back: Path) -> bool:
-    """Compare every file of the source with its namesake, byte for byte; print and return the verdict."""
-    names = sorted(file.name for file in source.iterdir())
+    """Compare the tensors of both folders bit for bit, and their other files byte for byte; print the verdict."""
+    weights = {folder: tensors_of(folder) for folder in (source, back)}
+    odd_tensors = {name for name, _ in weights[source].items() ^ weights[back].items()}
+    names = sorted(file.name for file in source.iterdir() if file.suffix != ".safetensors")
     _, differing, absent = filecmp.cmpfiles(source, back, names, shallow=False)
-    size = sum((source / name).stat().st_size for name in names)
-    if differing or absent:
-        print(f"  differing: {differing or 'none'}; absent: {absent or 'none'}")
+    if odd_tensors or differing or absent:
+        print(f"  tensors that differ: {sorted(odd_tensors)[:5]}; files: {differing}; absent: {absent}")
         return False
-    print(f"  all {len(names)} files are what they were, byte for byte ({size / 1e6:.1f} MB)")
+    print(
+        f"  all {len(weights[source])} tensors are what they were, bit for bit, and so are the other {len(names)} files"
+    )
     return True
+
+
+def tensors_of(folder: Path) -> dict[str, tuple[str, str, str]]:
+    """Return the dtype, the shape and the SHA-256 of the bytes of each tensor of a folder's safetensors files."""
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        with open(file, "rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            for name, entry in json.loads(stream.read(length)).items():
+                if name == "__metadata__":
+                    continue
+                start, stop = entry["data_offsets"]
+                stream.seek(8 + length + start)
+                digest = hashlib.sha256(stream.read(stop - start)).hexdigest()
+                tensors[name] = (entry["dtype"], str(entry["shape"]), digest)
+    return tensors
 
 
 if __name__ == "__main__":

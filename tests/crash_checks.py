@@ -37,6 +37,11 @@ def steps_in(trace: Path) -> list[Step]:
     return [json.loads(line) for line in trace.read_text().splitlines()]
 
 
+def beside(target: Path) -> list[str]:
+    """Return the names of all that lies beside `target`."""
+    return sorted(path.name for path in target.parent.iterdir() if path != target)
+
+
 def state_fault(target: Path, allowed: Sequence[Snapshot | None]) -> str:
     """Say what is wrong with what lies under the final name: it must be one of `allowed`, whole."""
     found = snapshot(target)

@@ -13,6 +13,7 @@ syncing. Started as `python tests/crash_runner.py`; a request is one line of JSO
     plant       a fault to plant, by its name in PLANTS or SYNC_PLANTS: the checkers must catch it
 
     fsize       no file may become longer than so many bytes (RLIMIT_FSIZE)
+    umask       the file mode creation mask, in octal
     powerless   give up the rights of root, so that permissions bind
     ballast     [file, bytes]: once there was found to be space, fill the disk but for so many bytes
     at          [step, call, path, argument]: just before that step, call os.<call>(path, argument)
@@ -185,6 +186,8 @@ def child(request: dict[str, Any]) -> int:
     SYNC_PLANTS.get(request.get("plant"), lambda: None)()
     if request.get("fsize"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["fsize"], resource.RLIM_INFINITY))
+    if request.get("umask"):
+        os.umask(int(request["umask"], 8))
     if request.get("powerless"):
         give_up_rights()
     if request.get("ballast"):

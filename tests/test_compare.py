@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ckptkit import compare as compare_module
 from ckptkit.compare import Comparer, Tally, boxes
+from ckptkit.execute import tiles
 from ckptkit.types import Extent, TensorInfo, TensorSpec
 
 Array = np.ndarray[Any, Any]
@@ -65,7 +66,7 @@ def test_cuts_and_blocks_do_not_matter(
     other = stored(tmp_path_factory.mktemp("b") / "file", theirs, "F32", pieces=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare_module, "BLOCK", block)
-        patch.setattr(compare_module, "_MOST_RANGES", 2)
+        patch.setattr(compare_module, "_MOST_PLACES", 2)
         tally = compared(mine, other, "F32", cuts)
     assert tally.equal == (not flips)
     assert (tally.changed, tally.first) == (len(flips), min(flips) if flips else None)
@@ -80,6 +81,27 @@ def test_a_view_is_compared_in_its_own_order(tmp_path: Path) -> None:
     view = stored(tmp_path / "file", base, "F32", strides=(1, 9))
     assert compared(base.T, view, "F32", [10, 33]).equal
     assert compared(base.T[::-1], view, "F32", [10]).changed == 8 * 5  # the middle row of 9 stays in its place
+
+
+@pytest.mark.parametrize("tile", [(1, 1), (3, 2), (2, 11), (7, 4)])
+def test_tiles_are_compared_as_their_elements(
+    tmp_path: Path, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare_module, "BLOCK", 5)
+    mine = values(2, (7, 11))
+    theirs = mine.copy()
+    theirs[5, 3], theirs[2, 9] = 8.0, -9.0
+    for case, changed in ((mine, 0), (theirs, 2)):
+        other = stored(tmp_path / "file", case, "F32")
+        sink = Comparer([TensorSpec("a", mine.shape, "F32")], [other])
+        for region in tiles(mine.shape, tile):
+            sink.put_region(0, region, mine[region.slices()].copy().view(np.uint32))
+        sink.finish(0, None)
+        (tally,) = sink.tallies
+        assert (tally.changed, tally.first) == (changed, 2 * 11 + 9 if changed else None)
+        if changed:
+            assert tally.max_abs == np.abs(mine.astype(np.float64) - theirs).max()
+            assert tally.max_a == np.abs(mine.astype(np.float64)).max()
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())

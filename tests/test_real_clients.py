@@ -3,10 +3,10 @@
 What holds: its own LlamaForCausalLM takes every tensor of the checkpoint and has no parameter left over, and its
 fp32 logits are those of transformers. Every parameter is NaN before loading.
 
-The bound: the two frameworks compute the same sums in fp32, in another order. The difference measures 4e-7 to 8e-7 of
-the largest logit over two layers of width 32, and 2e-6 to 6e-6 over the 30 layers of width 576 of SmolLM2 (the unit
-roundoff is 6e-8). 1e-4 leaves a factor of 16 for other processors and thread counts. Weights in a wrong order of
-equal shapes, the controls below, differ by more than 1e-2: no value between the two has been seen.
+The bound: the two frameworks compute the same sums in fp32, in another order. The difference measures 4e-7 to 1e-6 of
+the largest logit over two or three layers of width 32 to 48, and 2e-6 to 6e-6 over the 30 layers of width 576 of
+SmolLM2 (fp32's unit roundoff is 6e-8). 1e-4 leaves a factor of 16 for other processors and thread counts. The
+controls, weights in a wrong order of equal shapes, measure 0.4 to 1.2.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tiny_models import make_hf_plain
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(900)]
 
 BOUND = 1e-4
-CLEARLY_WRONG = 1e-2
+CLEARLY_WRONG = 0.1
 REPOSITORY = Path(__file__).resolve().parent.parent
 TABLES = REPOSITORY / "mappings" / "mindformers-legacy"
 

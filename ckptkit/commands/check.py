@@ -9,11 +9,12 @@ import xxhash
 
 from ckptkit.commands.source import Source, open_source
 from ckptkit.errors import CorruptError
+from ckptkit.formats.files import opened, pread, size_of
 from ckptkit.formats.io import FilePool
 from ckptkit.formats.manifest import MANIFEST
 from ckptkit.formats.mindspore_ckpt import verify_crc
 from ckptkit.report import Report, human_bytes
-from ckptkit.types import TensorInfo
+from ckptkit.types import Extent, TensorInfo
 
 _BLOCK_BYTES = 256 << 10
 
@@ -33,7 +34,7 @@ def check(path: str | Path, *, progress: Callable[[int, int], Callable[[int], No
         if source.checkpoint.kind == "ckpt":
             verify_crc(file)
     promised = source.promised_digests
-    wrong = _wrong_tensors(tensors, promised, advance) + _wrong_side_files(path, source)
+    wrong = _wrong_tensors(tensors, promised, advance) + _wrong_headers(source) + _wrong_side_files(path, source)
     if wrong:
         raise CorruptError(
             f"{len(wrong)} items of `{path}` are not what {MANIFEST} promises",
@@ -77,6 +78,31 @@ def _digest(info: TensorInfo, buffer: memoryview, pool: FilePool) -> str:
             block = buffer[: min(_BLOCK_BYTES, size - start)]
             pool.pread_into(info.file, offset + start, block)
             state.update(block)
+    return state.hexdigest()
+
+
+def _wrong_headers(source: Source) -> list[str]:
+    """Compare the bytes of each weight file that belong to no tensor, where the manifest has their digest."""
+    rows = {row["name"]: row for row in (source.manifest or {}).get("files", [])}
+    used: dict[Path, list[Extent]] = {file: [] for file in source.checkpoint.files}
+    for info in source.checkpoint.tensors.values():
+        used[info.file] += info.extents
+    return [
+        f"the header of {file.name}"
+        for file, extents in used.items()
+        if (promised := rows.get(file.name, {}).get("header")) and promised != _digest_around(file, extents)
+    ]
+
+
+def _digest_around(file: Path, extents: list[Extent]) -> str:
+    """Return the digest of all bytes of a file outside `extents`."""
+    state = xxhash.xxh3_128()
+    with opened(file) as descriptor:
+        position = 0
+        for offset, size in [*sorted(extents), (size_of(descriptor), 0)]:
+            for start in range(position, offset, _BLOCK_BYTES):
+                state.update(pread(file, descriptor, min(_BLOCK_BYTES, offset - start), start))
+            position = offset + size
     return state.hexdigest()
 
 

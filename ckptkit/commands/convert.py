@@ -91,39 +91,36 @@ def convert(
         if source.checkpoint.kind == "ckpt":
             verify_crc(file)
     check_target(dst, [src, *source.checkpoint.files], overwrite=options.overwrite or options.dry_run)
-    if dtype is not None:
-        _refuse_scaled(source.checkpoint)
+    wanted = _dtype(dtype, clamp, source.checkpoint)
     settings, side = find_config(source, Path(config) if config else None)
     tables = load_tables([Path(t) for t in table])
     choice = choose(
         source, settings, tables, model=model, from_dialect=from_dialect, to_dialect=to_dialect,
         variant=variant, from_variant=from_variant,
     )  # fmt: skip
-    target = Target(
-        _kind(choice, format), parse_size(max_shard_size), tie_embeddings, allow_unmapped, _dtype(dtype, clamp), clamp
-    )
-    plan = build_plan(
-        source.checkpoint,
-        resolve(choice.family, settings, choice.source[0], choice.source[1]),
-        resolve(choice.family, settings, choice.target[0], choice.target[1]),
-        target,
-        config=settings,
-        side=side,
-        notes=choice.notes,
-    )
+    size = parse_size(max_shard_size)
+    target = Target(_kind(choice, format), size, tie_embeddings, allow_unmapped, wanted, clamp)
+    plan = _plan(source.checkpoint, choice, settings, side, target)
     if options.plan_file:
         _write_plan(options.plan_file, plan)
     counts = None if options.dry_run else _write(plan, source, dst, options, progress)
     return _report(plan, src, dst, choice, options, counts, time.perf_counter() - started)
 
 
-def _dtype(text: str | None, clamp: bool) -> str | None:
-    if text is None and clamp:
-        raise UsageError("`--clamp` without `--dtype` has nothing to do", hint="add `--dtype fp16`, or leave it out")
-    return None if text is None else parse_dtype(text)
+def _plan(
+    checkpoint: Checkpoint, choice: Choice, settings: dict[str, Any], side: Sequence[Path], target: Target
+) -> Plan:
+    source_rules, target_rules = (resolve(choice.family, settings, *spoke) for spoke in (choice.source, choice.target))
+    return build_plan(checkpoint, source_rules, target_rules, target, config=settings, side=side, notes=choice.notes)
 
 
-def _refuse_scaled(checkpoint: Checkpoint) -> None:
+def _dtype(text: str | None, clamp: bool, checkpoint: Checkpoint) -> str | None:
+    """Return the dtype to cast to, None for none; UsageError or CoverageError when the cast makes no sense."""
+    if text is None:
+        if clamp:
+            raise UsageError("`--clamp` does nothing without `--dtype`", hint="add `--dtype fp16`, or leave it out")
+        return None
+    wanted = parse_dtype(text)
     scaled = [f"{t.name}  {t.dtype}" for t in checkpoint.tensors.values() if t.dtype.startswith("F8_")]
     if scaled:
         raise CoverageError(
@@ -132,6 +129,7 @@ def _refuse_scaled(checkpoint: Checkpoint) -> None:
             why="an FP8 weight means something only times its scale: cast alone, it would be wrong by that factor",
             hint="dequantise the model first, then convert it with `--dtype`",
         )
+    return wanted
 
 
 def _kind(choice: Choice, format: str | None) -> str:
@@ -287,10 +285,9 @@ def _report(
         report.add("cast", text)
     fates_of = {key: getattr(plan, key) for key in ("kept", "ignored", "dropped", "unmapped")}
     for label, fates in fates_of.items():
-        reasons = {fate.name: fate.reason for fate in fates}
-        first = {pattern: next(iter(reasons.values())) for pattern, _ in fold_names(reasons)}
-        for pattern, count in fold_names(reasons):
-            report.add(label, f"{count} x {pattern}: {first[pattern]}" if count > 1 else f"{pattern}: {first[pattern]}")
+        for reason in dict.fromkeys(fate.reason for fate in fates):
+            for pattern, count in fold_names(fate.name for fate in fates if fate.reason == reason):
+                report.add(label, f"{count} x {pattern}: {reason}" if count > 1 else f"{pattern}: {reason}")
     for note in plan.notes:
         report.add("note", note)
     report.add("cost", _cost(plan, options, seconds))

@@ -49,7 +49,7 @@ def env(folder: str | Path = ".") -> Report:
         report.add("traps", "none of the known ones applies here")
     machine = _machine(Path(folder))
     report.add("cores", f"{machine['cores']}")
-    report.add("memory", _memory_text(machine))
+    report.add("memory", memory_text(machine))
     report.add("space", f"{human_bytes(machine['free_bytes'])} free in the working folder")
     devices = find_devices()
     for name, found in devices.items():
@@ -163,7 +163,8 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _memory_text(machine: Mapping[str, Any]) -> str:
+def memory_text(machine: Mapping[str, Any]) -> str:
+    """Say in words what `machine` holds of memory."""
     if machine["memory_bytes"] is None:
         return "not known on this system"
     text = human_bytes(machine["memory_bytes"])

@@ -5,7 +5,8 @@
     plan       the plan's digest
     family, from, to, layout      as the plan's facts say them: dialect, variant, format, tables
     source     {"name", "files": [{"name", "bytes"}], "tensors": {name: digest}}   digests where they are known
-    files      [{"name", "bytes"}]
+    files      [{"name", "bytes", "header"}]    header: `header_digest`; older results have none
+    side_files {name: digest}                   of all that lies beside the weights, this file excepted
     tensors    {name: {"shape", "dtype", "file", "xxh3_128"}}       xxh3_128 is null after `--no-digest`
     ignored, dropped, unmapped    [[name, reason]]
     seal       the digest of all bytes before this last entry: what the manifest promises is only as good as itself
@@ -23,11 +24,16 @@ from typing import Any
 import xxhash
 
 from ckptkit.errors import CorruptError
-from ckptkit.formats.base import Checkpoint
+from ckptkit.formats.base import Checkpoint, OutputFile
 
 MANIFEST = "ckptkit.json"
 SCHEMA = 1
 _FOREIGN = "remove it to treat the folder as a foreign one"
+
+
+def header_digest(file: OutputFile) -> str:
+    """Return the digest of a file's bytes that belong to no tensor, in their order."""
+    return xxhash.xxh3_128_hexdigest(b"".join(data for _, data in sorted(file.fixed)))
 
 
 def dump_manifest(manifest: Mapping[str, Any]) -> bytes:
@@ -74,7 +80,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 def _is_manifest(manifest: Mapping[str, Any]) -> bool:
     """Say whether all that readers rely on is there."""
-    naming, files, tensors = manifest.get("to"), manifest.get("files"), manifest.get("tensors")
+    naming, files, side, tensors = (manifest.get(key) for key in ("to", "files", "side_files", "tensors"))
     return (
         isinstance(manifest.get("plan"), str)
         and isinstance(manifest.get("family"), str)
@@ -82,7 +88,8 @@ def _is_manifest(manifest: Mapping[str, Any]) -> bool:
         and all(isinstance(naming.get(key), str) for key in ("dialect", "variant", "format"))
         and isinstance(files, list)
         and all(isinstance(row, dict) and {"name", "bytes"} <= row.keys() for row in files)
-        and isinstance(manifest.get("side_files"), dict)
+        and isinstance(side, dict)
+        and all(isinstance(digest, str) for digest in side.values())
         and isinstance(tensors, dict)
         and all(isinstance(row, dict) and {"shape", "dtype", "xxh3_128"} <= row.keys() for row in tensors.values())
     )

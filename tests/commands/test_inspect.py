@@ -69,5 +69,5 @@ def test_a_file_removed_from_our_folder_is_noticed(tmp_path: Path) -> None:
 
 
 def test_names_fold_by_their_numbers() -> None:
-    names = [f"a.{i}.b.{j}.w" for i in range(3) for j in (0, 2)] + ["a.w", "layer2.w"]
-    assert fold_names(names) == [("a.{0..2}.b.{0,2}.w", 6), ("a.w", 1), ("layer2.w", 1)]
+    names = [f"a.{i}.b.{j}.w" for i in range(3) for j in (0, 2)] + ["a.w", "layer2.w", "odd{0}.3"]
+    assert fold_names(names) == [("a.{0..2}.b.{0,2}.w", 6), ("a.w", 1), ("layer2.w", 1), ("odd{0}.3", 1)]
