@@ -126,6 +126,14 @@ class Comparer:
                 self._compare(state, _Place(state.other, box), values[: box.size])
                 values = values[box.size :]
 
+    def put_batch(self, outputs: Sequence[int], data: memoryview, digests: Sequence[str | None]) -> None:
+        """Compare whole tensors whose bytes follow one another in `data`."""
+        for output, digest in zip(outputs, digests, strict=True):
+            size = self._states[output].tally.mine.num_bytes
+            self.put(output, 0, data[:size])
+            self.finish(output, digest)
+            data = data[size:]
+
     def put_region(self, output: int, region: Region, values: Array) -> None:
         """Compare a box of an output with the same box of the other tensor."""
         state = self._states[output]

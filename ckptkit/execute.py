@@ -11,9 +11,10 @@ What does not live here: where bytes go (`Sink`), what is made of what (`plan/`)
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import groupby
 from math import prod
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,12 +26,11 @@ from ckptkit.cast import CastCount, Caster, is_lossy, overflow_error
 from ckptkit.errors import CorruptError
 from ckptkit.formats.base import Sink
 from ckptkit.formats.io import FilePool, read_region
-from ckptkit.mapping.expr import Leaf, evaluate, granules, leaves, pull
+from ckptkit.mapping.expr import Leaf, evaluate, leaves
+from ckptkit.plan import jobs
+from ckptkit.plan.jobs import Job, make_jobs, moves_whole, tile_shapes, tiles
 from ckptkit.plan.plan import OutputTensor, Plan
-from ckptkit.types import DTYPES, Region, Shape, TensorInfo, contiguous_runs, item_bytes
-
-BLOCK_BYTES = 256 << 10
-TILE_BYTES = 2 << 20
+from ckptkit.types import DTYPES, Region, TensorInfo, contiguous_runs, item_bytes
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class _Run:
     skip_files: Collection[int] = frozenset()
     stop: threading.Event = field(default_factory=threading.Event)
     overflow: threading.Event = field(default_factory=threading.Event)
-    casters: dict[int, Caster] = field(default_factory=dict)
+    counts: dict[int, CastCount] = field(default_factory=dict)
 
     def writes(self, number: int) -> bool:
         """Say whether an output is still to be written; if not, it is at most cast and counted."""
@@ -62,8 +62,9 @@ class _Run:
         output = self.plan.outputs[number]
         if output.moved_as == output.spec.dtype:
             return None
-        self.casters[number] = Caster(output.moved_as, output.spec.dtype, clamp=self.plan.clamp)
-        return self.casters[number]
+        caster = Caster(output.moved_as, output.spec.dtype, clamp=self.plan.clamp)
+        self.counts[number] = caster.count
+        return caster
 
     def cast(self, caster: Caster, values: NDArray[Any]) -> NDArray[Any]:
         """Cast a block or tile; from the first value that does not fit on, nothing is written."""
@@ -104,8 +105,8 @@ def execute(
     """
     with FilePool() as pool:
         run = _Run(plan, sink, pool, digests, source_digests or {}, progress, skip_files)
-        jobs = [job for job in group_jobs(plan) if run.wants(job[0])]
-        queue = iter(jobs)
+        todo = [job for job in make_jobs(plan) if run.wants(job.outputs[0])]
+        queue = iter(todo)
         lock = threading.Lock()
 
         def work() -> None:
@@ -116,17 +117,17 @@ def execute(
                     return
                 _do(run, job)
 
-        _run_workers(run, work, max(1, min(workers, len(jobs))))
+        _run_workers(run, work, max(1, min(workers, len(todo))))
     if run.overflow.is_set():
         raise _overflow(run)
-    return {plan.outputs[number].spec.name: run.casters[number].count for number in sorted(run.casters)}
+    return {plan.outputs[number].spec.name: run.counts[number] for number in sorted(run.counts)}
 
 
 def _overflow(run: _Run) -> Exception:
     """Return the error that names each output with values that do not fit, and the tensors it is made of."""
     found = []
-    for number in sorted(run.casters):
-        output, count = run.plan.outputs[number], run.casters[number].count
+    for number in sorted(run.counts):
+        output, count = run.plan.outputs[number], run.counts[number]
         if count.overflowed:
             name = ", ".join(dict.fromkeys(leaf.name for leaf in leaves(output.expr)))
             name += f" -> {output.spec.name}" if name != output.spec.name else ""
@@ -148,47 +149,52 @@ def _run_workers(run: _Run, work: Callable[[], None], count: int) -> None:
             raise error
 
 
-def group_jobs(plan: Plan) -> list[tuple[int, ...]]:
-    """Return the outputs as jobs: alone, or together where they are parts of one fused tensor, read in step."""
-    jobs: dict[object, list[int]] = {}
-    for number, output in enumerate(plan.outputs):
-        jobs.setdefault(_job_key(number, output), []).append(number)
-    return [tuple(numbers) for numbers in jobs.values()]
-
-
-def _job_key(number: int, output: OutputTensor) -> object:
-    parts = list(leaves(output.expr))
-    if len(parts) != 1 or isinstance(output.expr, Leaf) or not output.spec.shape:
-        return number
-    whole = Region.whole(output.expr.shape)
-    pulled = sum(region.size for _, region in pull(output.expr, whole))
-    if pulled == prod(output.expr.shape):
-        return number
-    units = output.expr.shape[0] // granules(output.expr)[0]
-    return parts[0].name, units, output.spec.shape[1:], output.file
-
-
-def _do(run: _Run, job: tuple[int, ...]) -> None:
-    first = run.plan.outputs[job[0]]
-    if not run.wants(job[0]):
+def _do(run: _Run, job: Job) -> None:
+    first = job.outputs[0]
+    if not run.wants(first):
         return
-    info = first.inputs[first.expr.name] if isinstance(first.expr, Leaf) else None
-    if info is None or info.strides is not None or any(e.size % item_bytes(info.dtype) for e in info.extents):
-        _move(run, job)
-    elif (caster := run.caster(job[0])) is None:
-        _copy(run, job[0], info)
+    if job.how == "tiles":
+        _move(run, job.outputs)
+    elif job.how == "batch":
+        _copy_batch(run, job.outputs)
     else:
-        _cast(run, job[0], info, caster)
+        info = moves_whole(run.plan.outputs[first])
+        assert info is not None
+        caster = run.caster(first)
+        if caster is None:
+            _copy(run, first, info)
+        else:
+            _cast(run, first, info, caster)
+
+
+def _copy_batch(run: _Run, numbers: Sequence[int]) -> None:
+    """Copy small tensors that lie side by side in their file: each is read to its place, all are put at once."""
+    if run.stop.is_set() or not run.writes(numbers[0]):
+        return
+    infos = [next(iter(run.plan.outputs[number].inputs.values())) for number in numbers]
+    buffer = memoryview(bytearray(sum(info.extents[0].size for info in infos)))
+    digests, blocks, done = [], [], 0
+    for info in infos:
+        blocks.append(buffer[done : done + info.extents[0].size])
+        done += info.extents[0].size
+    for file, group in groupby(zip(infos, blocks, strict=True), key=lambda pair: pair[0].file):
+        run.pool.pread_many(file, ((info.extents[0].offset, block) for info, block in group))
+    for info, block in zip(infos, blocks, strict=True):
+        digest = xxhash.xxh3_128_hexdigest(block) if run.digests else None
+        _compare_promised(run, info, digest)
+        digests.append(digest)
+    run.sink.put_batch(numbers, buffer, digests)
+    run.progress(done)
 
 
 def _copy(run: _Run, number: int, info: TensorInfo) -> None:
     """Copy a tensor that moves whole, block by block."""
     state = xxhash.xxh3_128() if run.digests else None
-    buffer = memoryview(bytearray(min(BLOCK_BYTES, max(1, info.num_bytes))))
+    buffer = memoryview(bytearray(min(jobs.BLOCK_BYTES, max(1, info.num_bytes))))
     done = 0
     for offset, size in info.extents:
-        for start in range(0, size, BLOCK_BYTES):
-            block = buffer[: min(BLOCK_BYTES, size - start)]
+        for start in range(0, size, jobs.BLOCK_BYTES):
+            block = buffer[: min(jobs.BLOCK_BYTES, size - start)]
             run.pool.pread_into(info.file, offset + start, block)
             if state is not None:
                 state.update(block)
@@ -206,7 +212,7 @@ def _copy(run: _Run, number: int, info: TensorInfo) -> None:
 
 def _cast(run: _Run, number: int, info: TensorInfo, caster: Caster) -> None:
     """Cast a tensor that moves whole, block by block."""
-    buffer = np.empty(min(BLOCK_BYTES, info.num_bytes) // item_bytes(info.dtype), DTYPES[info.dtype].carrier)
+    buffer = np.empty(min(jobs.BLOCK_BYTES, info.num_bytes) // item_bytes(info.dtype), DTYPES[info.dtype].carrier)
     state = xxhash.xxh3_128() if run.digests else None
     source_state = xxhash.xxh3_128() if run.digests and info.name in run.source_digests else None
     done = 0
@@ -240,12 +246,12 @@ def _compare_promised(run: _Run, info: TensorInfo, digest: str | None) -> None:
         )
 
 
-def _move(run: _Run, job: tuple[int, ...]) -> None:
+def _move(run: _Run, job: Sequence[int]) -> None:
     """Make the outputs of a job tile by tile, in step, so that a source box is read once for all of them."""
     outputs = [run.plan.outputs[number] for number in job]
     shapes = tile_shapes(outputs)
-    in_order = [_in_order(o.spec.shape, tile) for o, tile in zip(outputs, shapes, strict=True)]
-    states = [xxhash.xxh3_128() if run.digests and ordered else None for ordered in in_order]
+    ordered = [jobs.in_order(o.spec.shape, tile) for o, tile in zip(outputs, shapes, strict=True)]
+    states = [xxhash.xxh3_128() if run.digests and in_order else None for in_order in ordered]
     casters = [run.caster(number) for number in job]
     read = _Reader(run.pool, outputs[0])
     tilings = [tiles(o.spec.shape, tile) for o, tile in zip(outputs, shapes, strict=True)]
@@ -290,39 +296,6 @@ class _Reader:
                 self._kept = Caster(info.dtype, self._dtype)(self._kept)
             self._key = key
         return self._kept
-
-
-def tile_shapes(outputs: Sequence[OutputTensor]) -> list[Shape]:
-    """Return one tile shape for each output of a job: in step, and together within TILE_BYTES where ops allow."""
-    budget = max(1, TILE_BYTES // len(outputs))
-    steps = [granules(output.expr) for output in outputs]
-    tile = [list(output.spec.shape) for output in outputs]
-    size = max(item_bytes(dtype) for dtype in (outputs[0].spec.dtype, outputs[0].moved_as))
-    for axis in range(len(tile[0])):
-        largest = max(prod(t) * size for t in tile)
-        if largest <= budget:
-            break
-        units = min(t[axis] // step[axis] for t, step in zip(tile, steps, strict=True))
-        keep = max(1, units * budget // largest)
-        for t, step in zip(tile, steps, strict=True):
-            t[axis] = keep * step[axis]
-    return [tuple(t) for t in tile]
-
-
-def tiles(shape: Shape, tile: Shape) -> Iterator[Region]:
-    """Yield the boxes of `tile` size that cover `shape`, in C order; those at the edge are smaller."""
-    starts = [range(0, size, step) for size, step in zip(shape, tile, strict=True)]
-    grid = np.ndindex(*(len(r) for r in starts))
-    for index in grid:
-        start = tuple(r[i] for r, i in zip(starts, index, strict=True))
-        stop = tuple(min(a + t, size) for a, t, size in zip(start, tile, shape, strict=True))
-        yield Region(start, stop)
-
-
-def _in_order(shape: Shape, tile: Shape) -> bool:
-    """Say whether the tiles, one after another, are the tensor's bytes in order."""
-    cut = [axis for axis, (size, step) in enumerate(zip(shape, tile, strict=True)) if step < size]
-    return not cut or all(step == 1 for step in tile[: cut[-1]])
 
 
 @runtime_checkable

@@ -257,6 +257,8 @@ def results_table(results: Sequence[Measured]) -> str:
 def goals_table(goals: Sequence[Goal]) -> str:
     rows = [["figure", "goal", "measured", ""]]
     for goal in goals:
+        if not goal.values and goal.limit is None:
+            continue
         sign = ">=" if goal.at_least else "<="
         limit = "" if goal.limit is None else f"{sign} {goal.limit:g} {goal.unit}".strip()
         rows.append([goal.text, limit, spread(goal.values), goal.state])

@@ -17,7 +17,6 @@ import xxhash
 from test_execute import MemorySink, whole
 from tiny_models import TinyModel, make_hf_plain, tensors_of
 
-from ckptkit import execute as execute_module
 from ckptkit import open_checkpoint
 from ckptkit.cast import Caster
 from ckptkit.cli import run as run_command
@@ -29,6 +28,7 @@ from ckptkit.formats.io import read_region
 from ckptkit.formats.result_folder import ResultFolder
 from ckptkit.mapping.expr import Expr, Leaf, invert, node
 from ckptkit.mapping.groups import Interleave
+from ckptkit.plan import jobs as jobs_module
 from ckptkit.plan.plan import OutputTensor, Plan
 from ckptkit.report import Report
 from ckptkit.types import DTYPES, Extent, TensorInfo, TensorSpec, item_bytes
@@ -130,8 +130,8 @@ def random_tensors(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> Tensors
 def test_moved_and_fused_tensors_are_cast_and_counted_tile_by_tile(
     tmp_path: Path, source: str, target: str, tile_bytes: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(execute_module, "TILE_BYTES", tile_bytes)
-    monkeypatch.setattr(execute_module, "BLOCK_BYTES", 32)
+    monkeypatch.setattr(jobs_module, "TILE_BYTES", tile_bytes)
+    monkeypatch.setattr(jobs_module, "BLOCK_BYTES", 32)
     tensors = random_tensors({n: (source, (r, 6)) for n, r in (("q", 24), ("k", 8), ("v", 8), ("w", 17))})
     leaf = {name: Leaf(name, array.shape) for name, (_, array) in tensors.items()}
     fused = node(Interleave(0, (6, 2, 2)), [leaf["q"], leaf["k"], leaf["v"]])

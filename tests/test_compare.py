@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckptkit import compare as compare_module
 from ckptkit.compare import Comparer, Tally, boxes
-from ckptkit.execute import tiles
+from ckptkit.plan.jobs import tiles
 from ckptkit.types import Extent, TensorInfo, TensorSpec
 
 Array = np.ndarray[Any, Any]

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import xxhash
 
-from ckptkit import execute as execute_module
 from ckptkit.errors import CorruptError
-from ckptkit.execute import execute, group_jobs, tile_shapes, tiles
+from ckptkit.execute import execute
 from ckptkit.formats.io import FilePool
 from ckptkit.mapping.expr import Expr, Leaf, evaluate, invert, node
 from ckptkit.mapping.groups import Interleave
 from ckptkit.mapping.ops import Concat, Stack, Transpose
+from ckptkit.plan import jobs as jobs_module
+from ckptkit.plan.jobs import Job, make_jobs, tile_shapes, tiles
 from ckptkit.plan.plan import OutputTensor, Plan
 from ckptkit.types import Extent, Region, TensorInfo, TensorSpec
 
@@ -35,6 +36,13 @@ class MemorySink:
         with self._lock:
             self.data[output][offset : offset + len(data)] = data
             self.times[output][offset : offset + len(data)] += 1
+
+    def put_batch(self, outputs: Sequence[int], data: memoryview, digests: Sequence[str | None]) -> None:
+        for output, digest in zip(outputs, digests, strict=True):
+            self.put(output, 0, data[: len(self.data[output])])
+            self.finish(output, digest)
+            data = data[len(self.data[output]) :]
+        assert not data
 
     def finish(self, output: int, digest: str | None) -> None:
         assert output not in self.digests
@@ -92,8 +100,8 @@ def fused() -> tuple[dict[str, np.ndarray[Any, Any]], list[tuple[str, Expr]]]:
 def test_every_byte_is_put_once_and_is_the_expressions(
     tmp_path: Path, tile_bytes: int, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(execute_module, "TILE_BYTES", tile_bytes)
-    monkeypatch.setattr(execute_module, "BLOCK_BYTES", 32)
+    monkeypatch.setattr(jobs_module, "TILE_BYTES", tile_bytes)
+    monkeypatch.setattr(jobs_module, "BLOCK_BYTES", 32)
     arrays, exprs = fused()
     plan = make_plan(store(tmp_path, arrays, pieces=3), exprs)
     sink = MemorySink(plan)
@@ -109,13 +117,13 @@ def test_every_byte_is_put_once_and_is_the_expressions(
 def test_the_parts_of_a_fused_tensor_are_made_from_one_reading(
     tmp_path: Path, tile_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(execute_module, "TILE_BYTES", tile_bytes)
+    monkeypatch.setattr(jobs_module, "TILE_BYTES", tile_bytes)
     arrays, exprs = fused()
     qkv = exprs[0][1]
     stored = {"qkv": np.frombuffer(whole(qkv, arrays), np.uint16).reshape(qkv.shape)}
     parts = [(leaf.name, part) for leaf, part in invert(qkv, Leaf("qkv", qkv.shape))]
     plan = make_plan(store(tmp_path, stored), parts)
-    assert group_jobs(plan) == [(0, 1, 2)]
+    assert make_jobs(plan) == [Job("tiles", [0, 1, 2])]
     count = 0
     original = FilePool.pread_into
 
@@ -174,7 +182,7 @@ def test_tiles_cover_a_shape_once() -> None:
 
 
 def test_a_tile_stays_within_the_budget_where_the_ops_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execute_module, "TILE_BYTES", 4096)
+    monkeypatch.setattr(jobs_module, "TILE_BYTES", 4096)
     leaf = Leaf("x", (1000, 1000))
     inputs = {"x": TensorInfo("x", leaf.shape, "BF16", Path("x"), ())}
     output = OutputTensor(TensorSpec("x", leaf.shape, "BF16"), 0, node(Transpose((1, 0)), [leaf]), inputs)

@@ -48,7 +48,9 @@ def test_unmatched_groups_are_an_error_that_names_their_common_prefix(tmp_path: 
     assert "begin with `language_model." in caught.value.hint
 
 
-@pytest.mark.parametrize("name", ["x.model.norm.weight", "model.norm.weight.scale", "model.layers.0.self_attn.inv_freq"])
+@pytest.mark.parametrize(
+    "name", ["x.model.norm.weight", "model.norm.weight.scale", "model.layers.0.self_attn.inv_freq"]
+)
 def test_a_name_counts_whole_or_not_at_all(tmp_path: Path, name: str) -> None:
     """N33, N34: buffers are ignored by their exact name, and an equal suffix is another name."""
     source = with_tensors(tmp_path / "hf", {name: "model.norm.weight"})

@@ -22,7 +22,7 @@ import pytest
 from clients.run import Result, relative_difference, run_jobs, smollm2_folder
 from tiny_models import make_hf_plain
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(1500)]
 
 BOUND = 1e-4
 CLEARLY_WRONG = 0.1

@@ -16,6 +16,7 @@ from ckptkit.mapping.rows import Family
 from ckptkit.mapping.tables import Match, Tables
 
 Spoke = tuple[str, str]  # (dialect, variant)
+BASE = "base"  # how a user names the layout without a variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +46,14 @@ def choose(
     `variant` belongs to the side that is not HuggingFace; with two such sides, to the target.
     """
     family, how, notes = _family(tables, config, model)
-    origin = choose_source(
-        source, tables, family, from_dialect, from_variant or (variant if to_dialect in (None, "hf") else None)
-    )
+    if from_variant is None and to_dialect in (None, "hf"):
+        from_variant = variant
+    origin = choose_source(source, tables, family, from_dialect, from_variant)
     target = to_dialect or ("mindformers" if origin[0] == "hf" else "hf")
     if target == "mindformers":
         target = tables.mindformers_dialect(family)
     _check_dialect(tables, family, target, "--to")
-    goal = (target, "" if target == "hf" else _check_variant(tables, family, target, variant or ""))
+    goal = (target, "" if target == "hf" else _check_variant(tables, family, target, variant))
     return Choice(family, how, origin, goal, tuple(notes))
 
 
@@ -98,9 +99,8 @@ def choose_source(
         dialect = tables.mindformers_dialect(family)
     if dialect is not None:
         _check_dialect(tables, family, dialect, options[0])
-    if source.manifest is not None and dialect is None and variant is None:
-        written = source.manifest["to"]
-        return written["dialect"], written["variant"]
+    if source.manifest is not None:
+        return _as_written(source.manifest["to"], dialect, variant, options)
     matches = [
         match
         for match in tables.detect(source.checkpoint.tensors.keys(), family)
@@ -108,7 +108,7 @@ def choose_source(
     ]
     if not matches:
         if dialect is not None:
-            return dialect, _check_variant(tables, family, dialect, variant or "")
+            return dialect, _check_variant(tables, family, dialect, variant)
         raise UsageError(
             f"`{source.checkpoint.path.name}` has no tensor name that a {family.name} table knows",
             items=[f"it has {name}" for name in source.checkpoint.tensors],
@@ -117,13 +117,35 @@ def choose_source(
     best = max(match.matched for match in matches)
     found = [(m.dialect, m.variant) for m in matches if m.matched == best]
     if variant is not None:
-        found = [spoke for spoke in found if spoke[1] == variant] or found
-    spoke = found[0] if len(found) == 1 or found[0][0] == "hf" else _one_of(found, source, options[1])
-    if variant is not None and variant != spoke[1] and spoke[0] != "hf":
+        found = [spoke for spoke in found if spoke[1] == _stored(variant)] or found
+    if len(found) > 1 and found[0][0] != "hf":
+        raise _several(found, source, options[1])
+    spoke = found[0]
+    if variant is not None and _stored(variant) != spoke[1] and spoke[0] != "hf":
         raise UsageError(
             f"`{source.checkpoint.path.name}` is no `{variant}` checkpoint",
             why=f"its tensor names are those of {spoke[0]}" + (f", variant {spoke[1]}" if spoke[1] else ""),
             hint=f"leave out `{options[1]}`, or name the layout that the file has",
+        )
+    return spoke
+
+
+def _stored(variant: str | None) -> str:
+    """Return a variant's name as tables and manifests have it: none for the base layout."""
+    return "" if variant in (None, BASE) else str(variant)
+
+
+def _as_written(
+    written: Mapping[str, str], dialect: str | None, variant: str | None, options: tuple[str, str]
+) -> Spoke:
+    """Return what the manifest says; UsageError when the user says otherwise, for the manifest knows."""
+    spoke = written["dialect"], written["variant"]
+    told_other = variant is not None and _stored(variant) != spoke[1] and spoke[0] != "hf"
+    if dialect not in (None, spoke[0]) or told_other:
+        raise UsageError(
+            f"ckptkit.json says {spoke[0]}, variant {spoke[1] or BASE}, and the options say otherwise",
+            why="the manifest was written with the tensors, so it knows how they are laid out",
+            hint=f"leave out `{options[0]}` and `{options[1]}`",
         )
     return spoke
 
@@ -133,14 +155,12 @@ def _may_be(match: Match, variant: str | None) -> bool:
     return match.dialect == "hf" or match.variant == "" or variant in (None, match.variant)
 
 
-def _one_of(found: list[Spoke], source: Source, option: str) -> Spoke:
-    if len({dialect for dialect, _ in found}) == 1 and any(variant == "" for _, variant in found):
-        return found[0][0], ""
-    raise UsageError(
+def _several(found: list[Spoke], source: Source, option: str) -> UsageError:
+    return UsageError(
         f"the tensor names of `{source.checkpoint.path.name}` fit {len(found)} layouts",
-        items=[f"{dialect}, variant {variant}" for dialect, variant in found],
+        items=[f"{dialect}, variant {variant or BASE}" for dialect, variant in found],
         why="their fused tensors differ only in the order of rows, and nothing in the file tells which it has",
-        hint=f"pass `{option}`: the release of MindFormers that made the file decides",
+        hint=f"pass `{option}`: what made the file decides (`{BASE}` is the layout without a variant)",
     )
 
 
@@ -154,8 +174,8 @@ def _check_dialect(tables: Tables, family: Family, dialect: str, option: str) ->
         )
 
 
-def _check_variant(tables: Tables, family: Family, dialect: str, variant: str) -> str:
-    known = list(tables.variants(family, dialect))
+def _check_variant(tables: Tables, family: Family, dialect: str, told: str | None) -> str:
+    known, variant = list(tables.variants(family, dialect)), _stored(told)
     if variant and variant not in known:
         raise UsageError(
             f"`{dialect}` of the {family.name} family has no variant `{variant}`",

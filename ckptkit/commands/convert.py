@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from ckptkit import __version__
 from ckptkit.cast import CastCount, parse_dtype
-from ckptkit.commands.cast_report import cast_data, cast_rows, cast_tensors, counts_of
+from ckptkit.commands.cast_report import cast_data, cast_rows, cast_tensors
 from ckptkit.commands.choose import Choice, choose
-from ckptkit.commands.source import Source, find_config, open_source
+from ckptkit.commands.source import find_config, open_source
+from ckptkit.commands.write import Options, Progress, write_plan
 from ckptkit.errors import CoverageError, UsageError
-from ckptkit.execute import execute
 from ckptkit.formats.base import Checkpoint
-from ckptkit.formats.file_sink import FileSink
-from ckptkit.formats.manifest import MANIFEST, SCHEMA, dump_manifest, read_manifest
 from ckptkit.formats.mindspore_ckpt import verify_crc
-from ckptkit.formats.result_folder import ResultFolder, check_space, check_target
+from ckptkit.formats.result_folder import check_target
 from ckptkit.mapping.rules import resolve
 from ckptkit.mapping.tables import load_tables
 from ckptkit.plan.build import Target, build_plan
@@ -31,19 +24,7 @@ from ckptkit.plan.plan import Plan
 from ckptkit.report import Report, fold_names, human_bytes, listed
 
 DEFAULT_SHARD = "5GB"
-Progress = Callable[[int, int], Callable[[int], None]]
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How to run, apart from what to make: none of these changes a byte of the result's tensors."""
-
-    dry_run: bool = False
-    overwrite: bool = False
-    workers: int = 2
-    digests: bool = True
-    plan_file: Path | None = None
 
 
 def convert(
@@ -103,7 +84,7 @@ def convert(
     plan = _plan(source.checkpoint, choice, settings, side, target)
     if options.plan_file:
         _write_plan(options.plan_file, plan)
-    counts = None if options.dry_run else _write(plan, source, dst, options, progress)
+    counts = None if options.dry_run else write_plan(plan, source, dst, options, progress)
     return _report(plan, src, dst, choice, options, counts, time.perf_counter() - started)
 
 
@@ -160,112 +141,6 @@ def _write_plan(path: Path, plan: Plan) -> None:
     path.write_text(json.dumps(plan.to_json(), indent=1) + "\n")
 
 
-def _write(
-    plan: Plan,
-    source: Source,
-    dst: Path,
-    options: Options,
-    progress: Progress | None,
-) -> dict[str, CastCount]:
-    """Execute `plan` into `dst`, all of it or nothing under that name, and return what its casts lost."""
-    check_target(dst, [], overwrite=options.overwrite)
-    digest = plan.digest()
-    folder = ResultFolder(dst, digest, options.overwrite)
-    check_space(folder.target, plan.bytes_written - _already_written(folder))
-    folder.open()
-    try:
-        if folder.complete:
-            counts = counts_of(read_manifest(folder.partial))
-        else:
-            with _sink(folder, plan, options) as sink:
-                done = sink.finished_files()
-                done_bytes = sum(o.spec.num_bytes for o in plan.outputs if o.file in done)
-                counts = execute(
-                    plan, sink, workers=options.workers, digests=options.digests, skip_files=done,
-                    source_digests=source.promised_digests,
-                    progress=progress(plan.tensor_bytes, done_bytes) if progress else lambda _: None,
-                )  # fmt: skip
-            _write_small_files(plan, source, folder, sink.digests, counts)
-        folder.commit()
-    except CoverageError:  # values that overflow: no run of this plan can end otherwise, so nothing is kept for one
-        shutil.rmtree(folder.partial)
-        raise
-    finally:
-        folder.close()
-    return counts
-
-
-def _already_written(folder: ResultFolder) -> int:
-    partial = folder.partial
-    return sum(f.stat().st_blocks * 512 for f in partial.rglob("*") if f.is_file()) if partial.is_dir() else 0
-
-
-@contextlib.contextmanager
-def _sink(folder: ResultFolder, plan: Plan, options: Options) -> Iterator[FileSink]:
-    outputs = [(output.spec.name, output.file) for output in plan.outputs]
-    sink = FileSink(folder, plan.files, outputs, digests=options.digests)
-    try:
-        yield sink
-    finally:
-        sink.close()
-
-
-def _write_small_files(
-    plan: Plan, source: Source, folder: ResultFolder, digests: dict[str, str], counts: dict[str, CastCount]
-) -> None:
-    side = {}
-    for path, name in plan.side:
-        folder.copy(path, name)
-        side[name] = xxhash.xxh3_128_hexdigest(path.read_bytes())
-    for name, data in plan.extra.items():
-        folder.add(name, data)
-        side[name] = xxhash.xxh3_128_hexdigest(data)
-    manifest = _manifest(plan, source, folder.digest, digests, side) | cast_data(plan, counts)
-    for name, cast in cast_tensors(plan, counts).items():
-        manifest["tensors"][name]["cast"] = cast
-    folder.add(MANIFEST, dump_manifest(manifest))
-
-
-def _manifest(
-    plan: Plan, source: Source, plan_digest: str, digests: dict[str, str], side: dict[str, str]
-) -> dict[str, Any]:
-    checkpoint = source.checkpoint
-    return {
-        "schema": SCHEMA,
-        "tool": f"ckptkit {__version__}",
-        "plan": plan_digest,
-        **plan.facts,
-        "source": {
-            "name": checkpoint.path.resolve().name,
-            "files": [{"name": f.name, "bytes": f.stat().st_size} for f in checkpoint.files],
-            "tensors": _source_digests(plan, source, digests),
-        },
-        "files": [{"name": f.name, "bytes": f.size} for f in plan.files],
-        "side_files": side,
-        **{key: [[f.name, f.reason] for f in getattr(plan, key)] for key in ("ignored", "dropped", "unmapped")},
-        "tensors": {
-            o.spec.name: {
-                "shape": list(o.spec.shape),
-                "dtype": o.spec.dtype,
-                "file": plan.files[o.file].name,
-                "xxh3_128": digests.get(o.spec.name),
-            }
-            for o in plan.outputs
-        },
-    }
-
-
-def _source_digests(plan: Plan, source: Source, digests: dict[str, str]) -> dict[str, str]:
-    """Return what is known of the source's bytes: its own manifest, and the tensors that moved whole and uncast."""
-    from ckptkit.mapping.expr import Leaf
-
-    known = source.promised_digests
-    for output in plan.outputs:
-        if isinstance(output.expr, Leaf) and output.spec.name in digests and not output.cast_from:
-            known[output.expr.name] = digests[output.spec.name]
-    return known
-
-
 def _report(
     plan: Plan, src: Path, dst: Path, choice: Choice, options: Options, counts: dict[str, CastCount] | None,
     seconds: float,
@@ -291,9 +166,11 @@ def _report(
     for note in plan.notes:
         report.add("note", note)
     report.add("cost", _cost(plan, options, seconds))
-    report.data = plan.to_json() | {"source": str(src), "target": str(dst), "dry_run": options.dry_run}
-    for key, value in cast_data(plan, counts).items():
-        report.data[key] = {**value, "tensors": cast_tensors(plan, counts)}
+    casts = cast_data(plan, counts)
+    report.data = {"source": str(src), "target": str(dst), "dry_run": options.dry_run}
+    report.fill = lambda: (
+        plan.to_json() | {key: {**value, "tensors": cast_tensors(plan, counts)} for key, value in casts.items()}
+    )
     return report
 
 

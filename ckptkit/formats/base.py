@@ -7,7 +7,7 @@ format (`formats/io.py` reads regions, `execute.py` streams), and no format ever
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -60,6 +60,9 @@ class Sink(Protocol):
 
     def put(self, output: int, offset: int, data: memoryview) -> None:
         """Take `data`, the bytes of output number `output` from `offset` (in the tensor) on."""
+
+    def put_batch(self, outputs: Sequence[int], data: memoryview, digests: Sequence[str | None]) -> None:
+        """Take the whole bytes of `outputs`, which lie side by side in their file; they are complete then."""
 
     def finish(self, output: int, digest: str | None) -> None:
         """Note that output number `output` is complete; `digest` is None when the executor did not compute it."""

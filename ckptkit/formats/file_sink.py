@@ -83,16 +83,27 @@ class FileSink:
         except OSError as error:
             raise disk_error(error, self._folder.partial / self._files[self._outputs[output][1]].name) from error
 
+    def put_batch(self, outputs: Sequence[int], data: memoryview, digests: Sequence[str | None]) -> None:
+        """Write the whole bytes of `outputs`, neighbours in one file, and note that they are complete."""
+        self.put(outputs[0], 0, data)
+        self._note(outputs, digests)
+
     def finish(self, output: int, digest: str | None) -> None:
         """Note that `output` is complete. A digest of None is computed by reading the bytes back."""
-        name, number = self._outputs[output]
         if self._want_digests:
             digest = digest or self._read_back(output)
+        self._note([output], [digest])
+
+    def _note(self, outputs: Sequence[int], digests: Sequence[str | None]) -> None:
+        """Take outputs of one file off its list, and close the file after the last one."""
+        number = self._outputs[outputs[0]][1]
         with self._lock:
             state = self._open[number]
-            state.waiting.discard(output)
-            if digest:
-                state.digests[name] = self.digests[name] = digest
+            state.waiting.difference_update(outputs)
+            for output, digest in zip(outputs, digests, strict=True):
+                if digest:
+                    name = self._outputs[output][0]
+                    state.digests[name] = self.digests[name] = digest
             last = not state.waiting
         if last:
             self._close_file(number)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -66,14 +66,19 @@ class FilePool:
 
         Raises CorruptError when the file ends before that, ResourceError when it cannot be read.
         """
+        self.pread_many(path, [(offset, data)])
+
+    def pread_many(self, path: Path, pieces: Iterable[tuple[int, memoryview]]) -> None:
+        """Fill several views of bytes, each from its offset on; the errors are those of `pread_into`."""
         handle = self._take(path)
         try:
-            done = 0
-            while done < len(data):
-                count = os.preadv(handle.descriptor, [data[done:]], offset + done)
-                if not count:
-                    raise _shrank(path, offset + done, len(data) - done)
-                done += count
+            for offset, data in pieces:
+                done = os.preadv(handle.descriptor, [data], offset)
+                while done < len(data):
+                    count = os.preadv(handle.descriptor, [data[done:]], offset + done)
+                    if not count:
+                        raise _shrank(path, offset + done, len(data) - done)
+                    done += count
         except OSError as error:
             raise files.read_error(path, error) from error
         finally:

@@ -40,8 +40,9 @@ def dump_manifest(manifest: Mapping[str, Any]) -> bytes:
     """Return the manifest as bytes: one line a tensor, so that two of them can be compared with `diff`."""
     head = {key: value for key, value in manifest.items() if key not in ("tensors", "seal")}
     text = json.dumps(head, indent=1, ensure_ascii=False)[:-2]
-    rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in manifest["tensors"].items())
-    body = f'{text},\n "tensors": {{\n{rows}\n }}'.encode()
+    # one call for all rows, then a line break between them: inside a JSON text, `}, "` only ends an object
+    rows = json.dumps(manifest["tensors"], ensure_ascii=False)[1:-1].replace('}, "', '},\n  "')
+    body = f'{text},\n "tensors": {{\n  {rows}\n }}'.encode()
     return body + _seal(body)
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from json.encoder import encode_basestring as quote
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CorruptError, InternalError, UsageError
+from ckptkit.errors import CkptkitError, CorruptError, InternalError, UsageError
 from ckptkit.formats import files
 from ckptkit.formats.base import FileIndex, OutputFile
-from ckptkit.types import DTYPES, Extent, TensorInfo, TensorSpec, item_bytes
+from ckptkit.types import DTYPES, Extent, Shape, TensorInfo, TensorSpec, item_bytes
 
 HEADER_LIMIT = 100_000_000  # bytes; the library's own limit
 ALIGNMENT = 8
@@ -25,6 +26,7 @@ AGAIN = "download or save the file again"
 
 _WIDTHS = {name: dtype.bits // 8 for name, dtype in DTYPES.items() if name != "STR"}
 _PACKED = ("F4", "F6_E2M3", "F6_E3M2")
+_COMPACT: dict[str, Any] = {"separators": (",", ":"), "ensure_ascii": False}
 _ENTRY_KEYS = frozenset(("dtype", "shape", "data_offsets"))
 
 
@@ -48,42 +50,45 @@ def lay_out(name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str])
     Tensors go in order of falling element width, then as given, so that each is aligned to its elements. Raises
     UsageError for a tensor that the format cannot hold.
     """
-    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     ordered = sorted(specs, key=lambda spec: -DTYPES[spec.dtype].bits)
-    ends = {}
+    entries = [f'"{METADATA}":{json.dumps(dict(metadata), **_COMPACT)}'] if metadata else []
+    begins: dict[str, tuple[int, int]] = {}
+    kinds: dict[tuple[str, Shape], tuple[str, int]] = {}  # what is the same in many entries: text, and bytes
     position = 0
     for spec in ordered:
-        _check_writable(name, spec, header)
-        end = position + spec.num_bytes
-        header[spec.name] = {
-            "dtype": spec.dtype,
-            "shape": list(spec.shape),
-            "data_offsets": [position, end],
-        }
-        ends[spec.name] = (position, end)
-        position = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    if len(text) > HEADER_LIMIT:
+        key, dtype = spec.name, spec.dtype
+        if dtype == "STR" or key == METADATA or key in begins:
+            raise _unwritable(name, spec)
+        kind = kinds.get((dtype, spec.shape))
+        if kind is None:
+            text = f'"dtype":"{dtype}","shape":{json.dumps(spec.shape, **_COMPACT)}'
+            kind = kinds[dtype, spec.shape] = text, spec.num_bytes
+        size = kind[1]
+        entries.append(f'{quote(key)}:{{{kind[0]},"data_offsets":[{position},{position + size}]}}')
+        begins[key] = position, size
+        position += size
+    head = ("{" + ",".join(entries) + "}").encode()
+    head += b" " * (-len(head) % ALIGNMENT)
+    if len(head) > HEADER_LIMIT:
         raise UsageError(
-            f"the header of `{name}` would have {len(text)} bytes; the format allows {HEADER_LIMIT}",
+            f"the header of `{name}` would have {len(head)} bytes; the format allows {HEADER_LIMIT}",
             hint="use smaller shards",
         )
-    start = 8 + len(text)
-    extents = {key: (Extent(start + begin, end - begin),) for key, (begin, end) in ends.items()}
-    return OutputFile(name, start + position, ((0, len(text).to_bytes(8, "little") + text),), extents)
+    start = 8 + len(head)
+    extents = {key: (Extent(start + begin, size),) for key, (begin, size) in begins.items()}
+    return OutputFile(name, start + position, ((0, len(head).to_bytes(8, "little") + head),), extents)
 
 
-def _check_writable(name: str, spec: TensorSpec, header: Mapping[str, Any]) -> None:
+def _unwritable(name: str, spec: TensorSpec) -> CkptkitError:
+    """Return the error for a tensor that cannot go into the file `name`."""
     if spec.dtype == "STR":
-        raise UsageError(
+        return UsageError(
             f"`{name}` cannot hold the text value `{spec.name}`: safetensors has no text tensors",
             hint="write a .ckpt file, or drop the value",
         )
     if spec.name == METADATA:
-        raise UsageError(f"`{METADATA}` is not allowed as the name of a tensor in a safetensors file")
-    if spec.name in header:
-        raise InternalError(f"two tensors named `{spec.name}` for `{name}`")
+        return UsageError(f"`{METADATA}` is not allowed as the name of a tensor in a safetensors file")
+    return InternalError(f"two tensors named `{spec.name}` for `{name}`")
 
 
 def _read_header(file: Path) -> tuple[bytes, int]:

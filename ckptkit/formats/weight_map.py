@@ -43,7 +43,8 @@ def read_weight_map(file: Path) -> WeightMap:
     entries = content if bare else content.get("weight_map")
     if not isinstance(entries, dict) or not entries:
         raise CorruptError(f"`{file}` has no `weight_map` with entries", hint="download or save it again")
-    odd = [name for name, value in entries.items() if not _is_plain(value)]
+    plain = {value for value in entries.values() if isinstance(value, str) and _is_plain(value)}
+    odd = [name for name, value in entries.items() if not isinstance(value, str) or value not in plain]
     if odd:
         raise CorruptError(
             f"`{file}` names files that are not plain names in the same folder",

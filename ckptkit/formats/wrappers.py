@@ -14,6 +14,7 @@ from ckptkit.errors import CoverageError
 from ckptkit.formats.base import Checkpoint
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.")
+_BASE = ".base_layer."
 _ADAPTER = re.compile(r"(^|\.)lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)|\.mindpet_delta_lora_")
 
 
@@ -24,6 +25,8 @@ def unwrap(checkpoint: Checkpoint) -> Checkpoint:
     would get one name.
     """
     _refuse_adapters(checkpoint)
+    if not any([name.startswith(WRAPPERS) or _BASE in name for name in checkpoint.tensors]):
+        return checkpoint
     names = {name: name for name in checkpoint.tensors}
     taken = ""
     while prefix := next((p for p in WRAPPERS if any(n.startswith(p) for n in names.values())), None):
@@ -31,8 +34,6 @@ def unwrap(checkpoint: Checkpoint) -> Checkpoint:
         names = {stored: name.removeprefix(prefix) for stored, name in names.items()}
         taken += prefix
     names, layered = _without_base_layer(names)
-    if not taken and not layered:
-        return checkpoint
     _refuse_collisions(checkpoint, names)
     notes = [f"`{taken}` was taken off the front of all {len(names)} names"] if taken else []
     notes += [f"`.base_layer` was taken out of {layered} names"] if layered else []
@@ -41,12 +42,12 @@ def unwrap(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _without_base_layer(names: dict[str, str]) -> tuple[dict[str, str], int]:
-    changed = {stored: name.replace(".base_layer.", ".") for stored, name in names.items()}
+    changed = {stored: name.replace(_BASE, ".") for stored, name in names.items()}
     return changed, sum(changed[stored] != name for stored, name in names.items())
 
 
 def _refuse_adapters(checkpoint: Checkpoint) -> None:
-    adapters = [name for name in checkpoint.tensors if _ADAPTER.search(name)]
+    adapters = [name for name in checkpoint.tensors if "lora_" in name and _ADAPTER.search(name)]
     if adapters:
         raise CoverageError(
             f"`{checkpoint.path.name}` holds {len(adapters)} LoRA adapter tensors that are not merged",

@@ -6,8 +6,7 @@ What does not live here: where a leaf's bytes are (the planner knows) and which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -15,10 +14,10 @@ import numpy as np
 from ckptkit.errors import CoverageError
 from ckptkit.mapping.op import ANY, Array, Op
 from ckptkit.mapping.ops import Concat, Deinterleave, Index, Pad, Slice, Transpose
-from ckptkit.types import Region, Shape
+from ckptkit.types import Region, Shape, value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Leaf:
     """A tensor by name, whole."""
 
@@ -26,7 +25,7 @@ class Leaf:
     shape: Shape
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Node:
     """`op` applied to `children`; build it with `node`, which computes `shape`."""
 
@@ -69,7 +68,7 @@ def pull(expr: Expr, region: Region) -> list[tuple[Leaf, Region]]:
 def evaluate(expr: Expr, region: Region, read: Read) -> Array:
     """Return `region` of `expr` as an array, reading each leaf's box with `read`."""
     if not region.size:
-        first = next(leaves(expr))
+        first = leaves(expr)[0]
         nothing = read(first, Region((0,) * len(first.shape), (0,) * len(first.shape)))
         return np.empty(region.shape, nothing.dtype)
     if isinstance(expr, Leaf):
@@ -93,13 +92,26 @@ def granules(expr: Expr) -> tuple[int, ...]:
     return expr.op.lift([granules(c) for c in expr.children], [c.shape for c in expr.children])
 
 
-def leaves(expr: Expr) -> Iterator[Leaf]:
-    """Yield the leaves of `expr` from left to right."""
+def leaves(expr: Expr) -> tuple[Leaf, ...]:
+    """Return the leaves of `expr` from left to right."""
     if isinstance(expr, Leaf):
-        yield expr
-    else:
-        for child in expr.children:
-            yield from leaves(child)
+        return (expr,)
+    found: list[Leaf] = []
+    rest: list[Expr] = [expr]  # the last one is the next to visit
+    while rest:
+        first = rest.pop()
+        if isinstance(first, Leaf):
+            found.append(first)
+        else:
+            rest.extend(reversed(first.children))
+    return tuple(found)
+
+
+def renamed(expr: Expr, old: str, new: str) -> Expr:
+    """Return `expr` with `old` replaced by `new` in the name of each leaf."""
+    if isinstance(expr, Leaf):
+        return Leaf(expr.name.replace(old, new), expr.shape)
+    return Node(expr.op, tuple([renamed(child, old, new) for child in expr.children]), expr.shape)
 
 
 def substitute(expr: Expr, values: Mapping[str, Expr]) -> Expr:
@@ -109,7 +121,10 @@ def substitute(expr: Expr, values: Mapping[str, Expr]) -> Expr:
         if value.shape != expr.shape:
             raise CoverageError(f"`{expr.name}` has shape {expr.shape} on one side and {value.shape} on the other")
         return value
-    return node(expr.op, [substitute(child, values) for child in expr.children])
+    children = [substitute(child, values) for child in expr.children]
+    if all([isinstance(child, Leaf) for child in children]):
+        return Node(expr.op, tuple(children), expr.shape)  # what `node` would return: ops undo only other ops
+    return node(expr.op, children)
 
 
 def invert(expr: Expr, target: Expr) -> list[tuple[Leaf, Expr]]:

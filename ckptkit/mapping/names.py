@@ -31,8 +31,10 @@ def fault(pattern: str) -> str:
 
 
 def fill(pattern: str, numbers: Mapping[str, int]) -> str:
-    """Return the name that `pattern` stands for."""
-    return pattern.format_map(numbers)
+    """Return `pattern` with numbers in the place of its placeholders, as far as they are given."""
+    for placeholder, number in numbers.items():
+        pattern = pattern.replace(f"{{{placeholder}}}", str(number))
+    return pattern
 
 
 def skeleton(name: str) -> str:

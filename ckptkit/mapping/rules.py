@@ -1,7 +1,8 @@
 """Rows and a config.json -> concrete rules: one for every tensor of a dialect.
 
-A rule gives its tensor as an expression of HF tensors, and each of those back as an expression of its tensor. What
-does not live here: which tables there are (`tables.py`) and what a checkpoint really holds (the planner).
+Shapes do not depend on the layer or the expert. So a row is worked out once, with the placeholders left in its names,
+and its rules are copies of that with numbers in their place. What does not live here: which tables there are
+(`tables.py`) and what a checkpoint really holds (the planner).
 """
 
 from __future__ import annotations
@@ -9,73 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, product
-from typing import Any, Literal
+from typing import Any
 
 from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.mapping import names
 from ckptkit.mapping.dims import Numbers
-from ckptkit.mapping.expr import Expr, Leaf, invert, node
+from ckptkit.mapping.expr import Expr, Leaf, node
 from ckptkit.mapping.ops import Concat, Interleave, Merge, Op, Pad, RopePermute, Split, Stack, Transpose
-from ckptkit.mapping.rows import Cut, ExpectRow, Family, IgnoreRow, MapRow, OpSpec, TensorRow, objections
+from ckptkit.mapping.rows import Cut, ExpectRow, Family, MapRow, OpSpec, TensorRow, objections
+from ckptkit.mapping.rule import Rule, RuleSet, Tie, Traits
 from ckptkit.types import Shape
 
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One tensor of a dialect: `expr` is it over `sources`, `inverse` each source over `Leaf(target)`.
-
-    `tp_axis` and `ep_axis` are the axes that those parallelisms cut, or None; `tp_unit` and `ep_unit` the rows of
-    one indivisible unit there. `tp_unless` names a setting that keeps the tensor whole; `tp_indivisible` says
-    whether a degree that does not divide it is refused or replicates it. With `keep_fp32` it is cast to F32 only.
-    """
-
-    sources: tuple[Leaf, ...]
-    target: str
-    expr: Expr
-    inverse: tuple[Expr, ...]
-    tp_axis: int | None
-    tp_unit: int
-    ep_axis: int | None
-    stage: str
-    layer: int | None
-    optional: bool
-    origin: str
-    ep_unit: int = 1
-    tp_unless: str | None = None
-    tp_indivisible: str = "refuse"
-    keep_fp32: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Tie:
-    """Two tensors that hold the same values when the model is tied, in HF's names and in the dialect's."""
-
-    hf: str
-    hf_twin: str
-    target: str
-    target_twin: str
-
-
-@dataclass(frozen=True, slots=True)
-class RuleSet:
-    """All rules of a family in one dialect, for one config.json."""
-
-    family: str
-    dialect: str
-    variant: str
-    rules: tuple[Rule, ...]
-    ties: tuple[Tie, ...]
-    tied: bool
-    table_files: tuple[str, ...]
-    warnings: tuple[str, ...] = ()
-    ignores: tuple[IgnoreRow, ...] = field(default=(), repr=False)
-
-    def ignored(self, name: str, side: Literal["hf", "dialect"]) -> str | None:
-        """Return the written reason why `name` is left behind on a side, or None when there is none."""
-        for row in self.ignores:
-            if row.side == side and row.regex.fullmatch(name):
-                return row.why
-        return None
+__all__ = ["Rule", "RuleSet", "Tie", "resolve"]
 
 
 def resolve(family: Family, config: Mapping[str, Any], dialect: str, variant: str = "") -> RuleSet:
@@ -107,6 +53,26 @@ def resolve(family: Family, config: Mapping[str, Any], dialect: str, variant: st
 
 
 @dataclass(frozen=True, slots=True)
+class _Pattern:
+    """A row worked out: its rule, and perhaps that of the bias, with placeholders in their names.
+
+    `spans` are the numbers that placeholders other than `{layer}` take.
+    """
+
+    rules: tuple[Rule, ...]
+    spans: tuple[tuple[str, range], ...]
+
+    def filled(self, layer: int | None) -> Iterator[Rule]:
+        """Yield the rules of a layer, or of a row that has none, number by number."""
+        rules = self.rules if layer is None else [rule.filled("layer", layer) for rule in self.rules]
+        groups: list[Sequence[Rule]] = [rules]
+        for placeholder, numbers in self.spans:
+            groups = [[rule.filled(placeholder, n) for rule in group] for group in groups for n in numbers]
+        for group in groups:
+            yield from group
+
+
+@dataclass(frozen=True, slots=True)
 class _Builder:
     """Makes rules of rows: the numbers of one config.json, the catalogue's rows, its placeholder ranges."""
 
@@ -118,71 +84,73 @@ class _Builder:
     def rules(self, rows: Sequence[MapRow]) -> Iterator[Rule]:
         """Yield the rules in table order; neighbouring rows of layers go layer by layer."""
         for layered, group in groupby(rows, key=lambda row: "{layer}" in row.target):
-            block = list(group)
             if not layered:
-                for row in block:
-                    yield from self._of_row(row, {})
+                for row in group:
+                    yield from self._pattern(row, {}).filled(None)
                 continue
-            wanted = {id(row): self._layers(row) for row in block}
+            block = [
+                (layers, self._pattern(row, {"layer": min(layers)})) for row in group if (layers := self._layers(row))
+            ]
             for layer in range(self.numbers.dim(self.ranges["layer"])):
-                for row in block:
-                    if layer in wanted[id(row)]:
-                        yield from self._of_row(row, {"layer": layer})
+                for layers, pattern in block:
+                    if layer in layers:
+                        yield from pattern.filled(layer)
 
     def _layers(self, row: MapRow) -> frozenset[int]:
         total = self.numbers.dim(self.ranges["layer"])
         chosen = self.tensors[row.hf[0]].layers
         return frozenset(range(total) if chosen is None else self.numbers.layers(chosen, total))
 
-    def _of_row(self, row: MapRow, given: Mapping[str, int]) -> Iterator[Rule]:
-        """Yield a row's rules for the placeholder numbers `given`, once for each number of the others."""
-        free = [p for p in names.placeholders(row.target) if p not in given]
-        spans = [range(self.numbers.dim(self.ranges[p])) for p in free]
-        for chosen in product(*spans):
-            known = {**given, **dict(zip(free, chosen, strict=True))}
-            yield self._rule(row, known, bias=False)
-            if self._has_bias(row):
-                yield self._rule(row, known, bias=True)
+    def _pattern(self, row: MapRow, first: Mapping[str, int]) -> _Pattern:
+        """Work out a row; `first` is the first layer that has it, for errors to name."""
+        free = [p for p in names.placeholders(row.target) if p not in first]
+        spans = tuple((p, range(self.numbers.dim(self.ranges[p]))) for p in free)
+        if not all(numbers for _, numbers in spans):
+            return _Pattern((), spans)
+        example = names.fill(row.target, {**first, **dict.fromkeys(free, 0)})
+        biased = (False, True) if self._has_bias(row) else (False,)
+        return _Pattern(tuple(self._rule(row, example, bias=bias) for bias in biased), spans)
 
     def _has_bias(self, row: MapRow) -> bool:
         bias = self.tensors[row.hf[0]].bias
         return bias == "always" or (bias is not None and self.numbers.flag(bias))
 
-    def _rule(self, row: MapRow, known: Mapping[str, int], *, bias: bool) -> Rule:
-        target = names.fill(row.target, known)
+    def _rule(self, row: MapRow, example: str, *, bias: bool) -> Rule:
+        """Return the rule of a row, or of the bias that goes with it, placeholders unfilled.
+
+        `example` is the name of the first tensor that it stands for. Raises UsageError or CoverageError when the ops
+        do not fit the tensors, or have no way back.
+        """
         try:
-            expr = self._expr(row, known, bias=bias)
-            target = names.bias_name(target) if bias else target
-            pairs = invert(expr, Leaf(target, expr.shape))
+            expr = self._expr(row, example, bias=bias)
             tp, tp_unit = self._cut(row, row.tp, expr.shape)
             ep, ep_unit = self._cut(row, row.ep, expr.shape)
+            traits = Traits(
+                origin=row.where,
+                stage=row.stage,
+                optional=bool(self.tensors[row.hf[0]].optional),
+                keep_fp32=any(self.tensors[hf].keep_fp32 for hf in row.hf),
+                tp_axis=tp,
+                tp_unit=tp_unit,
+                tp_unless=None if row.tp is None else row.tp.unless,
+                tp_indivisible="refuse" if row.tp is None else row.tp.indivisible,
+                ep_axis=ep,
+                ep_unit=ep_unit,
+            )
+            rule = Rule(names.bias_name(row.target) if bias else row.target, expr, None, traits)
+            rule.ways_back()
         except CkptkitError as error:
-            why = "; ".join(filter(None, [error.why, f"{row.where} makes `{target}`"]))
+            why = "; ".join(filter(None, [error.why, f"{row.where} makes `{example}`"]))
             raise type(error)(error.what, items=error.items, why=why, hint=error.hint) from None
-        return Rule(
-            sources=tuple(leaf for leaf, _ in pairs),
-            target=target,
-            expr=expr,
-            inverse=tuple(back for _, back in pairs),
-            tp_axis=tp,
-            tp_unit=tp_unit,
-            ep_axis=ep,
-            stage=row.stage,
-            layer=known.get("layer"),
-            optional=bool(self.tensors[row.hf[0]].optional),
-            origin=row.where,
-            ep_unit=ep_unit,
-            tp_unless=None if row.tp is None else row.tp.unless,
-            tp_indivisible="refuse" if row.tp is None else row.tp.indivisible,
-            keep_fp32=any(self.tensors[hf].keep_fp32 for hf in row.hf),
-        )
+        return rule
 
-    def _expr(self, row: MapRow, known: Mapping[str, int], *, bias: bool) -> Expr:
+    def _expr(self, row: MapRow, example: str, *, bias: bool) -> Expr:
         """Return the target over its HF tensors, for the weight or for the bias that goes with it."""
-        spread = [p for p in names.placeholders(row.hf[0]) if p not in known]
+        kept = names.placeholders(row.target)
+        spread = [p for p in names.placeholders(row.hf[0]) if p not in kept]
         spans = [range(self.numbers.dim(self.ranges[p])) for p in spread]
         lists: dict[tuple[int, ...], list[Expr]] = {
-            chosen: [self._leaf(hf, {**known, **dict(zip(spread, chosen, strict=True))}, bias) for hf in row.hf]
+            chosen: [self._leaf(hf, dict(zip(spread, chosen, strict=True)), bias) for hf in row.hf]
             for chosen in product(*spans)
         }
         for op in row.ops:
@@ -194,15 +162,15 @@ class _Builder:
             else:
                 lists = {k: [node(self._unary(row, op, e.shape), [e]) for e in v] for k, v in lists.items()}
         if () not in lists:
-            raise UsageError(f"`{names.fill(row.target, known)}` is made of no tensors: the model has none of them")
+            raise UsageError(f"`{example}` is made of no tensors: the model has none of them")
         return lists[()][0]
 
-    def _leaf(self, hf: str, known: Mapping[str, int], bias: bool) -> Leaf:
+    def _leaf(self, hf: str, numbers: Mapping[str, int], bias: bool) -> Leaf:
         if hf not in self.shapes:
             tensor = self.tensors[hf]
             self.shapes[hf] = tuple(self.numbers.number(axis, tensor.where) for axis in tensor.shape)
         shape = self.shapes[hf]
-        name = names.fill(hf, known)
+        name = names.fill(hf, numbers)
         return Leaf(names.bias_name(name), shape[:1]) if bias else Leaf(name, shape)
 
     def _join(self, row: MapRow, op: OpSpec, parts: Sequence[Expr]) -> Op:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from ckptkit.cast import why_kept
 from ckptkit.errors import CoverageError
-from ckptkit.formats.base import Checkpoint
+from ckptkit.formats.base import Checkpoint, OutputFile
 from ckptkit.formats.registry import lay_out_checkpoint
 from ckptkit.mapping.expr import Expr, leaves
 from ckptkit.mapping.rules import Rule, RuleSet
@@ -24,7 +25,7 @@ from ckptkit.plan.express import express
 from ckptkit.plan.match import Match, match
 from ckptkit.plan.plan import Fate, OutputTensor, Plan
 from ckptkit.plan.prove import prove
-from ckptkit.types import DTYPES, TensorSpec
+from ckptkit.types import DTYPES, TensorInfo, TensorSpec, value
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +59,12 @@ def build_plan(
     when a tensor is missing, misshapen, unmapped or contradictory.
     """
     matched = match(source, source_rules, tie=target.tie, allow_unmapped=target.allow_unmapped)
-    specs, exprs, kept = _outputs(source_rules, target_rules, matched, target.dtype)
+    parts, kept = _parts(source_rules, target_rules, matched, target.dtype)
+    specs = [part.spec for part in parts]
     files, extra = lay_out_checkpoint(target.kind, specs, max_shard_bytes=target.max_shard_bytes)
-    place = {name: number for number, file in enumerate(files) for name in file.extents}
-    outputs = tuple(
-        OutputTensor(spec, place[spec.name], expr, {leaf.name: matched.found[leaf.name] for leaf in leaves(expr)})
-        for spec, expr in sorted(zip(specs, exprs, strict=True), key=lambda pair: place[pair[0].name])
-    )
     edited, edits = _edit_config(config, side, _config_changes(config, matched, source_rules, target.dtype))
     plan = Plan(
-        outputs=outputs,
+        outputs=_placed(parts, files),
         files=tuple(files),
         extra={**extra, **edited},
         side=tuple((path, path.name) for path in side if path.name not in edited),
@@ -85,28 +82,43 @@ def build_plan(
     return plan
 
 
-def _outputs(
-    source: RuleSet, target: RuleSet, matched: Match, wanted: str | None
-) -> tuple[list[TensorSpec], list[Expr], list[Fate]]:
-    """Return each output's spec and its expression over stored tensors, in the order of the model.
+@value
+class _Part:
+    """An output that has no file yet: see `OutputTensor`."""
 
-    The third list says which outputs the `wanted` dtype leaves alone, and why.
+    spec: TensorSpec
+    expr: Expr
+    inputs: Mapping[str, TensorInfo]
+
+
+def _parts(source: RuleSet, target: RuleSet, matched: Match, wanted: str | None) -> tuple[list[_Part], list[Fate]]:
+    """Return each output's spec, and its expression over stored tensors with these, in the order of the model.
+
+    The second list says which outputs the `wanted` dtype leaves alone, and why.
     """
-    specs, exprs, kept = [], [], []
+    parts, kept = [], []
     for rule, expr, lacking in express(source, target, matched.absent):
         if expr is None:
             _refuse_some(rule, lacking)
             continue
-        dtypes = {leaf.name: matched.found[leaf.name].dtype for leaf in leaves(expr)}
+        inputs = {leaf.name: matched.found[leaf.name] for leaf in leaves(expr)}
+        dtypes = {info.dtype for info in inputs.values()}
         why = None
-        if wanted is not None and set(dtypes.values()) != {wanted}:
-            why = why_kept(dtypes.values(), expr.shape, keep_fp32=rule.keep_fp32, wanted=wanted)
+        if wanted is not None and dtypes != {wanted}:
+            in_order = [info.dtype for info in inputs.values()]
+            why = why_kept(in_order, expr.shape, keep_fp32=rule.keep_fp32, wanted=wanted)
         if why is not None:
             kept.append(Fate(rule.target, why))
-        dtype = _one_dtype(rule, dtypes) if wanted is None or why is not None else wanted
-        specs.append(TensorSpec(rule.target, expr.shape, dtype))
-        exprs.append(expr)
-    return specs, exprs, kept
+        dtype = _one_dtype(rule, inputs) if wanted is None or why is not None else wanted
+        parts.append(_Part(TensorSpec(rule.target, expr.shape, dtype), expr, inputs))
+    return parts, kept
+
+
+def _placed(parts: Sequence[_Part], files: Sequence[OutputFile]) -> tuple[OutputTensor, ...]:
+    """Return the outputs file by file; those of one file stay in the order of the model."""
+    place = {name: number for number, file in enumerate(files) for name in file.extents}
+    outputs = [OutputTensor(part.spec, place[part.spec.name], part.expr, part.inputs) for part in parts]
+    return tuple(sorted(outputs, key=attrgetter("file")))
 
 
 def _refuse_some(rule: Rule, lacking: Sequence[str]) -> None:
@@ -120,12 +132,12 @@ def _refuse_some(rule: Rule, lacking: Sequence[str]) -> None:
         )
 
 
-def _one_dtype(rule: Rule, parts: Mapping[str, str]) -> str:
-    dtypes = set(parts.values())
+def _one_dtype(rule: Rule, inputs: Mapping[str, TensorInfo]) -> str:
+    dtypes = {info.dtype for info in inputs.values()}
     if len(dtypes) > 1:
         raise CoverageError(
             f"`{rule.target}` would be fused from tensors of different dtypes",
-            items=[f"{name}  {dtype}" for name, dtype in parts.items()],
+            items=[f"{name}  {info.dtype}" for name, info in inputs.items()],
             why="one tensor has one dtype, and a value is never cast in silence",
             hint="convert to a variant that keeps these tensors apart, or cast all with `--dtype`",
         )

@@ -23,7 +23,8 @@ def express(
     hub: dict[str, Expr] = {}
     for rule in source.rules:
         if rule.target not in absent:
-            hub.update(zip((leaf.name for leaf in rule.sources), rule.inverse, strict=True))
+            for leaf, back in rule.ways_back():
+                hub[leaf.name] = back
     for rule in target.rules:
-        lacking = tuple(leaf.name for leaf in rule.sources if leaf.name not in hub)
+        lacking = tuple([leaf.name for leaf in rule.sources if leaf.name not in hub])
         yield rule, None if lacking else substitute(rule.expr, hub), lacking

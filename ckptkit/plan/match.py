@@ -7,16 +7,16 @@ written reason, or unmapped. Nothing is guessed: what is not one of the first an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ckptkit.errors import CoverageError
 from ckptkit.formats.base import Checkpoint
 from ckptkit.formats.files import same_bytes
-from ckptkit.mapping.rules import RuleSet, Tie
+from ckptkit.mapping.rules import Rule, RuleSet, Tie
 from ckptkit.plan.plan import Fate
-from ckptkit.types import Shape, TensorInfo
+from ckptkit.types import TensorInfo
 
 
 @dataclass(slots=True)
@@ -39,22 +39,22 @@ def match(source: Checkpoint, rules: RuleSet, *, tie: bool = False, allow_unmapp
     `tie` is the user's word that a head which is not stored is the embedding.
     """
     expected = {rule.target: rule for rule in rules.rules}
+    stored = source.tensors
     result = Match(tied=rules.tied or tie)
-    result.found = {name: source.tensors[name] for name in expected if name in source.tensors}
+    result.found = {name: stored[name] for name in expected if name in stored}
     _refuse_empty(source)
     if result.tied:
         for pair in rules.ties:
             _resolve_tie(pair, result)
-    missing = [
-        n for n, rule in expected.items() if n not in result.found and n not in result.absent and not rule.optional
-    ]
+    found = result.found
+    missing = [n for n, rule in expected.items() if n not in found and n not in result.absent and not rule.optional]
     _sort_out_rest(source, rules, expected.keys(), result)
     if missing:
         raise _missing(missing, rules, result, source)
-    _check_shapes({name: rule.expr.shape for name, rule in expected.items()}, result.found, rules)
+    _check_shapes(expected, found, rules)
     if result.unmapped and not allow_unmapped:
         raise _unmapped(result.unmapped, rules, source)
-    result.absent |= {name for name in expected if name not in result.found}
+    result.absent |= expected.keys() - found.keys()
     return result
 
 
@@ -96,12 +96,9 @@ def _resolve_tie(pair: Tie, result: Match) -> None:
         )
 
 
-def _sort_out_rest(source: Checkpoint, rules: RuleSet, expected: Iterable[str], result: Match) -> None:
+def _sort_out_rest(source: Checkpoint, rules: RuleSet, expected: Set[str], result: Match) -> None:
     side: Literal["hf", "dialect"] = "hf" if rules.dialect == "hf" else "dialect"
-    known = set(expected)
-    for name in source.tensors:
-        if name in known:
-            continue
+    for name in [name for name in source.tensors if name not in expected]:
         why = rules.ignored(name, side)
         if why is None:
             result.unmapped.append(Fate(name, "matches no row of the table"))
@@ -156,11 +153,11 @@ def _unmapped(unmapped: list[Fate], rules: RuleSet, source: Checkpoint) -> Cover
     )
 
 
-def _check_shapes(expected: Mapping[str, Shape], found: Mapping[str, TensorInfo], rules: RuleSet) -> None:
+def _check_shapes(expected: Mapping[str, Rule], found: Mapping[str, TensorInfo], rules: RuleSet) -> None:
     wrong = [
-        f"{name}  stored {info.shape}, expected {expected[name]}"
+        f"{name}  stored {info.shape}, expected {expected[name].expr.shape}"
         for name, info in found.items()
-        if info.shape != expected[name]
+        if info.shape != expected[name].expr.shape
     ]
     if wrong:
         raise CoverageError(

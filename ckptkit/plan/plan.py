@@ -10,6 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from json.encoder import encode_basestring_ascii as quote
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +21,15 @@ import xxhash
 from ckptkit.cast import common_dtype
 from ckptkit.formats.base import OutputFile
 from ckptkit.mapping.expr import Expr, Leaf, leaves
-from ckptkit.types import TensorInfo, TensorSpec
+from ckptkit.types import TensorInfo, TensorSpec, value
 
 PLAN_SCHEMA = 1
 BYTES_PER_SLICE = 4096
 BASE_MEMORY_BYTES = 64 << 20
+HASHED_ROWS = 256  # rows hashed at a time: one call for each would take most of the time
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class OutputTensor:
     """One tensor to be written: `spec`, into file number `file`, as `expr` over source tensors.
 
@@ -41,13 +45,13 @@ class OutputTensor:
     @property
     def moved_as(self) -> str:
         """The dtype of the elements while ops move them: the sources' own, or one that holds all of these exactly."""
-        return common_dtype({self.inputs[leaf.name].dtype for leaf in leaves(self.expr)})
+        return common_dtype({info.dtype for info in self.inputs.values()})
 
     @property
     def cast_from(self) -> str:
         """The sources' dtype, or dtypes (`BF16+F32`), when one of them is cast; else empty."""
-        found = sorted({self.inputs[leaf.name].dtype for leaf in leaves(self.expr)})
-        return "" if found == [self.spec.dtype] else "+".join(found)
+        found = {info.dtype for info in self.inputs.values()}
+        return "" if found == {self.spec.dtype} else "+".join(sorted(found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class Fate:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, so that the figures can be kept once they are computed
 class Plan:
     """All that a conversion will do.
 
@@ -82,9 +86,9 @@ class Plan:
     kept: tuple[Fate, ...] = ()
     clamp: bool = False
 
-    @property
+    @cached_property
     def num_slices(self) -> int:
-        return sum(1 for output in self.outputs for _ in leaves(output.expr))
+        return sum([len(leaves(output.expr)) for output in self.outputs])
 
     @property
     def bytes_written(self) -> int:
@@ -94,11 +98,11 @@ class Plan:
     def side_bytes(self) -> int:
         return sum(path.stat().st_size for path, _ in self.side)
 
-    @property
+    @cached_property
     def tensor_bytes(self) -> int:
-        return sum(output.spec.num_bytes for output in self.outputs)
+        return sum([output.spec.num_bytes for output in self.outputs])
 
-    @property
+    @cached_property
     def source_bytes(self) -> int:
         """Bytes of the source tensors that outputs read, each of which is read once."""
         used = {info.name: info.num_bytes for output in self.outputs for info in output.inputs.values()}
@@ -120,11 +124,18 @@ class Plan:
         return self.bytes_read / self.source_bytes if self.source_bytes else 1.0
 
     def digest(self) -> str:
-        """Return the xxh3-128 of all that decides the result: outputs, layout, source files and their times."""
+        """Return the xxh3-128 of all that decides the result: outputs, layout, source files and their times.
+
+        Files are looked at on the first call, and not again.
+        """
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         state = xxhash.xxh3_128()
-        for line in self._canonical():
-            state.update(line.encode())
-            state.update(b"\n")
+        lines = self._canonical()
+        while some := list(islice(lines, HASHED_ROWS)):
+            state.update("\n".join([*some, ""]).encode())
         return state.hexdigest()
 
     def _canonical(self) -> Iterator[str]:
@@ -132,8 +143,13 @@ class Plan:
         for path in self.sources:
             stat = path.stat()
             yield json.dumps([path.name, stat.st_size, stat.st_mtime_ns])
+        names = [quote(file.name) for file in self.files]
         for output in self.outputs:
-            yield json.dumps([self.files[output.file].name, *_output_row(output)])
+            spec = output.spec
+            yield (
+                f'[{names[output.file]}, {quote(spec.name)}, {list(spec.shape)}, "{spec.dtype}", '
+                f"{quote(describe(output.expr))}]"
+            )
         for name, data in sorted(self.extra.items()):
             yield json.dumps([name, xxhash.xxh3_128_hexdigest(data)])
         for path, name in self.side:

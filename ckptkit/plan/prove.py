@@ -8,7 +8,7 @@ name exactly once. A tensor that is named by no output must have a fate with a r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Set
 from math import prod
 
 from ckptkit.errors import CoverageError, InternalError
@@ -17,35 +17,38 @@ from ckptkit.mapping.expr import Expr, Leaf
 from ckptkit.plan.plan import Plan
 
 
-def taken(expr: Expr) -> Iterator[tuple[Leaf, int]]:
-    """Yield (leaf, number of its elements that `expr` holds) for each leaf of `expr`."""
-    yield from _walk(expr, prod(expr.shape))
-
-
-def _walk(expr: Expr, size: int) -> Iterator[tuple[Leaf, int]]:
+def taken(expr: Expr) -> Iterable[tuple[Leaf, int]]:
+    """Return (leaf, number of its elements that `expr` holds) for each leaf of `expr`, from left to right."""
     if isinstance(expr, Leaf):
-        yield expr, size
-    elif len(expr.children) == 1:
-        yield from _walk(expr.children[0], size)
-    else:
-        for child in expr.children:
-            yield from _walk(child, prod(child.shape))
+        return ((expr, prod(expr.shape)),)
+    found: list[tuple[Leaf, int]] = []
+    rest: list[tuple[Expr, int]] = [(expr, prod(expr.shape))]  # the last one is the next to visit
+    while rest:
+        part, size = rest.pop()
+        if isinstance(part, Leaf):
+            found.append((part, size))
+        elif len(part.children) == 1:
+            rest.append((part.children[0], size))
+        else:
+            rest.extend([(child, prod(child.shape)) for child in reversed(part.children)])
+    return found
 
 
 def prove(plan: Plan, source: Checkpoint) -> None:
     """Raise unless every output element has one source element and every source element one use or a fate."""
-    used: Counter[str] = Counter()
+    used: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for output in plan.outputs:
-        parts = list(taken(output.expr))
-        if sum(count for _, count in parts) != prod(output.spec.shape):
+        missing = prod(output.spec.shape)
+        for leaf, count in taken(output.expr):
+            name, shape = leaf.name, leaf.shape
+            if output.inputs[name].shape != shape:
+                raise InternalError(f"`{name}` is stored as {output.inputs[name].shape} but planned as {shape}")
+            missing -= count
+            used[name] = used.get(name, 0) + count
+            sizes[name] = prod(shape)
+        if missing:
             raise InternalError(f"`{output.spec.name}` would not be filled exactly by its sources")
-        for leaf, count in parts:
-            info = output.inputs[leaf.name]
-            if info.shape != leaf.shape:
-                raise InternalError(f"`{leaf.name}` is stored as {info.shape} but planned as {leaf.shape}")
-            used[leaf.name] += count
-    # a leaf may be read through its tied twin, which is stored under another name; count it under its own
-    sizes = {i.name: i.num_elements for o in plan.outputs for i in o.inputs.values()}
     uneven = [f"{name}: {count} of {sizes[name]} elements used" for name, count in used.items() if count != sizes[name]]
     if uneven:
         raise CoverageError(
@@ -54,21 +57,24 @@ def prove(plan: Plan, source: Checkpoint) -> None:
             why="the table names one tensor twice, or only a part of a fused one",
             hint="check the rows that name these tensors",
         )
-    _every_source_has_a_fate(plan, source, set(used))
+    _every_output_has_its_name(plan)
+    _every_source_has_a_fate(plan, source, used.keys())
 
 
-def _every_source_has_a_fate(plan: Plan, source: Checkpoint, used: set[str]) -> None:
+def _every_output_has_its_name(plan: Plan) -> None:
+    names = [output.spec.name for output in plan.outputs]
+    if len(set(names)) < len(names):
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        raise InternalError(f"{len(twice)} output names are planned twice", items=twice)
+
+
+def _every_source_has_a_fate(plan: Plan, source: Checkpoint, used: Set[str]) -> None:
     fates = {fate.name for fate in (*plan.ignored, *plan.dropped, *plan.unmapped)}
-    stored = {info.extents for output in plan.outputs for info in output.inputs.values()}
-    lost = [
-        name
-        for name, info in source.tensors.items()
-        if name not in used and name not in fates and info.extents not in stored
-    ]
+    lost = [name for name in source.tensors if name not in used and name not in fates]
+    if lost:  # but for those that are read under the name of their tied twin
+        read = {(info.file, info.extents) for output in plan.outputs for info in output.inputs.values()}
+        lost = [n for n in lost if (source.tensors[n].file, source.tensors[n].extents) not in read]
     if lost:
         raise InternalError(f"{len(lost)} source tensors have neither a use nor a fate", items=lost)
     if both := used & fates:
         raise InternalError(f"{len(both)} source tensors are both used and passed over", items=sorted(both))
-    twice = [name for name, count in Counter(o.spec.name for o in plan.outputs).items() if count > 1]
-    if twice:
-        raise InternalError(f"{len(twice)} output names are planned twice", items=twice)

@@ -37,7 +37,7 @@ class Result:
 
 
 def run_client(script: str, *args: str, timeout: float) -> dict[str, Any]:
-    """Run `script` (`hf_logits`) with `args`, which name no relative path, and return its report.
+    """Run `script` (`hf_logits`, or a path) with `args`, which name no relative path, and return its report.
 
     Raises ClientError, with the end of its output, when it fails or takes longer than `timeout` seconds.
     """
@@ -58,8 +58,9 @@ def run_client(script: str, *args: str, timeout: float) -> dict[str, Any]:
                 errors="replace",
             )
         except subprocess.TimeoutExpired as error:
-            printed = (error.stdout or b"").decode(errors="replace")
-            raise ClientError(f"{file.name} took longer than {timeout} s:\n{printed[-SHOWN_CHARACTERS:]}") from None
+            printed = error.stdout or b""  # bytes even in text mode
+            end = printed if isinstance(printed, str) else printed.decode(errors="replace")
+            raise ClientError(f"{file.name} took longer than {timeout} s:\n{end[-SHOWN_CHARACTERS:]}") from None
         if done.returncode:
             raise ClientError(f"{file.name} ended with {done.returncode}:\n{done.stdout[-SHOWN_CHARACTERS:]}")
         return json.loads((Path(folder) / OWN_REPORT).read_text())

@@ -1,4 +1,4 @@
-"""The contract: HF -> MindSpore -> HF gives the same bytes back, and everything that is not converted is accounted for."""
+"""The contract: HF -> MindSpore -> HF gives the same bytes back, and nothing that is not converted goes unsaid."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import pytest
 from ckptkit import CorruptError, CoverageError, UsageError, convert, open_checkpoint
 from ckptkit.cli import run
 from ckptkit.formats.io import read_region
+from ckptkit.mapping.rules import resolve
+from ckptkit.mapping.tables import load_tables
 from ckptkit.report import Report
+from tests.mapping.tiny_configs import numbered_tensors, tiny_config
 from tests.tiny_models import TinyModel, config_of, make_hf_plain, tensors_of, write_safetensors
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -290,3 +293,29 @@ def test_a_ckpt_whose_crc_does_not_fit_is_refused_before_anything_is_written(tmp
     with pytest.raises(CorruptError, match="crc"):
         convert(broken, tmp_path / "other", config=source)
     assert not (tmp_path / "other").exists()
+
+
+def test_the_manifest_is_not_overruled(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    convert(source, tmp_path / "ms", variant="qkv_concat")
+    with pytest.raises(UsageError, match="ckptkit.json says mindformers-legacy, variant qkv_concat"):
+        convert(tmp_path / "ms", tmp_path / "back", variant="qkv_concat-1.4")
+    with pytest.raises(UsageError, match="ckptkit.json says"):
+        convert(tmp_path / "ms", tmp_path / "back", from_dialect="hf")
+    convert(tmp_path / "ms", tmp_path / "back", variant="qkv_concat", from_dialect="mindformers")
+    assert contents(tmp_path / "back") == contents(source)
+
+
+def test_the_base_layout_has_a_name_for_where_a_variant_has_equal_names(tmp_path: Path) -> None:
+    family = load_tables().family("qwen3")
+    config = tiny_config(family) | {"model_type": "qwen3", "tie_word_embeddings": False}
+    source = tmp_path / "hf"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    write_safetensors(source / "model.safetensors", numbered_tensors(resolve(family, config, "hf")), "F32")
+    convert(source, tmp_path / "ms")
+    (tmp_path / "ms" / "ckptkit.json").unlink()
+    with pytest.raises(UsageError, match="fit 4 layouts"):
+        convert(tmp_path / "ms", tmp_path / "back")
+    convert(tmp_path / "ms", tmp_path / "back", from_variant="base")
+    assert contents(tmp_path / "back") == contents(source)

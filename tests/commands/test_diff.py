@@ -13,7 +13,10 @@ import pytest
 
 from ckptkit import UsageError, convert, diff, open_checkpoint
 from ckptkit.cli import run
+from ckptkit.mapping.rules import resolve
+from ckptkit.mapping.tables import load_tables
 from ckptkit.report import Report
+from tests.mapping.tiny_configs import tiny_config
 from tests.tiny_models import TinyModel, config_of, make_hf_plain, tensors_of, write_safetensors
 
 VARIANTS = ["", "qkv_concat", "qkv_concat-1.4"]
@@ -64,6 +67,28 @@ def test_a_conversion_is_equal_to_its_source_both_ways(
         assert report.exit_code == 0, report.to_text()
         assert report.data["equal"] == len(open_checkpoint(b).tensors)
         assert not report.data["benign"]
+
+
+@pytest.mark.parametrize("family", load_tables().families())
+def test_every_shipped_table_is_compared_through(tmp_path: Path, family: str) -> None:
+    tables = load_tables()
+    config = tiny_config(tables.family(family))
+    rng, source, other = np.random.default_rng(0), tmp_path / "hf", tmp_path / "other"
+    rules = resolve(tables.family(family), config, "hf").rules
+    tensors = {rule.target: rng.integers(0, 1 << 16, rule.expr.shape, dtype=np.uint16) for rule in rules}
+    for folder in (source, other):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        write_safetensors(folder / "model.safetensors", tensors, "F16")
+        tensors[rules[-2].target] = tensors[rules[-2].target] ^ np.uint16(1)
+    for dialect in ("hf", *tables.dialects(family)):
+        for variant in ("", *tables.variants(family, dialect)):
+            made = tmp_path / f"{dialect}-{variant}"
+            if dialect == "hf" and not variant:
+                continue
+            convert(source, made, to_dialect=dialect, variant=variant or None)
+            assert diff(source, made).exit_code == diff(made, source).exit_code == 0
+            assert diff(other, made).exit_code == diff(made, other).exit_code == 1
 
 
 def test_two_layouts_of_fused_tensors_are_compared_through_the_tables(tmp_path: Path) -> None:

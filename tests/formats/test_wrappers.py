@@ -18,7 +18,9 @@ def checkpoint(*names: str) -> Checkpoint:
     return Checkpoint(file, Path(), "safetensors", (file,), tensors)
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.module.", "module._orig_mod.", "module.module.", "base_model.model."])
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.module.", "module._orig_mod.", "module.module.", "base_model.model."]
+)
 def test_a_prefix_that_all_names_carry_is_taken_off_in_any_nesting(prefix: str) -> None:
     done = unwrap(checkpoint(f"{prefix}model.norm.weight", f"{prefix}lm_head.weight"))
     assert list(done.tensors) == ["model.norm.weight", "lm_head.weight"]
@@ -41,7 +43,9 @@ def test_a_prefix_that_only_some_names_carry_is_an_error_about_the_odd_ones() ->
     assert caught.value.items == ("module.a.weight",)
 
 
-@pytest.mark.parametrize("name", ["base_model.model.x.lora_A.default.weight", "x.lora_B.weight", "x.mindpet_delta_lora_a"])
+@pytest.mark.parametrize(
+    "name", ["base_model.model.x.lora_A.default.weight", "x.lora_B.weight", "x.mindpet_delta_lora_a"]
+)
 def test_an_unmerged_adapter_is_refused(name: str) -> None:
     with pytest.raises(CoverageError, match="LoRA adapter tensors that are not merged"):
         unwrap(checkpoint("base_model.model.x.base_layer.weight", name))

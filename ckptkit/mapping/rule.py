@@ -1,0 +1,142 @@
+"""Rules, one for every tensor of a dialect, as the planner reads them. Data; `rules.py` makes it.
+
+A rule gives its tensor as an expression of HF tensors, and each of those back as an expression of its tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ckptkit.mapping.expr import Expr, Leaf, invert, leaves, renamed
+from ckptkit.mapping.rows import IgnoreRow
+from ckptkit.types import value
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a table row says of all its tensors, or of all the biases that go with them.
+
+    `tp_axis` and `ep_axis` are the axes that those parallelisms cut, or None; `tp_unit` and `ep_unit` the rows of
+    one indivisible unit there. `tp_unless` names a setting that keeps the tensor whole; `tp_indivisible` says
+    whether a degree that does not divide it is refused or replicates it. With `keep_fp32` it is cast to F32 only.
+    """
+
+    origin: str
+    stage: str
+    optional: bool
+    keep_fp32: bool
+    tp_axis: int | None
+    tp_unit: int
+    tp_unless: str | None
+    tp_indivisible: str
+    ep_axis: int | None
+    ep_unit: int
+
+
+@value
+class Rule:
+    """One tensor of a dialect, `target`: `expr` is it over HF tensors; `layer` is None outside of the layers."""
+
+    target: str
+    expr: Expr
+    layer: int | None
+    traits: Traits
+
+    @property
+    def sources(self) -> tuple[Leaf, ...]:
+        """The HF tensors that it is made of."""
+        return leaves(self.expr)
+
+    @property
+    def inverse(self) -> tuple[Expr, ...]:
+        """Each of `sources`, as an expression over `Leaf(target)`."""
+        return tuple(back for _, back in self.ways_back())
+
+    def ways_back(self) -> list[tuple[Leaf, Expr]]:
+        """Return each of `sources` with it as an expression over `Leaf(target)`."""
+        if isinstance(self.expr, Leaf) and self.expr.name == self.target:
+            return [(self.expr, self.expr)]
+        return invert(self.expr, Leaf(self.target, self.expr.shape))
+
+    def filled(self, placeholder: str, number: int) -> Rule:
+        """Return the rule with a number in the place of a placeholder in its names."""
+        old, new = f"{{{placeholder}}}", str(number)
+        expr, target = self.expr, self.target.replace(old, new)
+        if isinstance(expr, Leaf) and expr.name == self.target:
+            expr = Leaf(target, expr.shape)  # one text for both
+        else:
+            expr = renamed(expr, old, new)
+        return Rule(target, expr, number if placeholder == "layer" else self.layer, self.traits)
+
+    @property
+    def origin(self) -> str:
+        return self.traits.origin
+
+    @property
+    def stage(self) -> str:
+        return self.traits.stage
+
+    @property
+    def optional(self) -> bool:
+        return self.traits.optional
+
+    @property
+    def keep_fp32(self) -> bool:
+        return self.traits.keep_fp32
+
+    @property
+    def tp_axis(self) -> int | None:
+        return self.traits.tp_axis
+
+    @property
+    def tp_unit(self) -> int:
+        return self.traits.tp_unit
+
+    @property
+    def tp_unless(self) -> str | None:
+        return self.traits.tp_unless
+
+    @property
+    def tp_indivisible(self) -> str:
+        return self.traits.tp_indivisible
+
+    @property
+    def ep_axis(self) -> int | None:
+        return self.traits.ep_axis
+
+    @property
+    def ep_unit(self) -> int:
+        return self.traits.ep_unit
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Two tensors that hold the same values when the model is tied, in HF's names and in the dialect's."""
+
+    hf: str
+    hf_twin: str
+    target: str
+    target_twin: str
+
+
+@dataclass(frozen=True, slots=True)
+class RuleSet:
+    """All rules of a family in one dialect, for one config.json."""
+
+    family: str
+    dialect: str
+    variant: str
+    rules: tuple[Rule, ...]
+    ties: tuple[Tie, ...]
+    tied: bool
+    table_files: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+    ignores: tuple[IgnoreRow, ...] = field(default=(), repr=False)
+
+    def ignored(self, name: str, side: Literal["hf", "dialect"]) -> str | None:
+        """Return the written reason why `name` is left behind on a side, or None when there is none."""
+        for row in self.ignores:
+            if row.side == side and row.regex.fullmatch(name):
+                return row.why
+        return None
