@@ -43,6 +43,7 @@ class _Run:
     digests: bool
     source_digests: Mapping[str, str]
     progress: Callable[[int], None]
+    tile_bytes: int
     skip_files: Collection[int] = frozenset()
     stop: threading.Event = field(default_factory=threading.Event)
     overflow: threading.Event = field(default_factory=threading.Event)
@@ -104,7 +105,9 @@ def execute(
     then has only a part.
     """
     with FilePool() as pool:
-        run = _Run(plan, sink, pool, digests, source_digests or {}, progress, skip_files)
+        run = _Run(
+            plan, sink, pool, digests, source_digests or {}, progress, jobs.TILES_BYTES // max(2, workers), skip_files
+        )
         todo = [job for job in make_jobs(plan) if run.wants(job.outputs[0])]
         queue = iter(todo)
         lock = threading.Lock()
@@ -249,7 +252,7 @@ def _compare_promised(run: _Run, info: TensorInfo, digest: str | None) -> None:
 def _move(run: _Run, job: Sequence[int]) -> None:
     """Make the outputs of a job tile by tile, in step, so that a source box is read once for all of them."""
     outputs = [run.plan.outputs[number] for number in job]
-    shapes = tile_shapes(outputs)
+    shapes = tile_shapes(outputs, run.tile_bytes)
     ordered = [jobs.in_order(o.spec.shape, tile) for o, tile in zip(outputs, shapes, strict=True)]
     states = [xxhash.xxh3_128() if run.digests and in_order else None for in_order in ordered]
     casters = [run.caster(number) for number in job]

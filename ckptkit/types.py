@@ -64,11 +64,12 @@ DTYPES: dict[str, DType] = {
         DType("STR", 32, "uint32", "str"),
     )
 }
+_ITEM_BYTES = {name: dtype.bits // 8 for name, dtype in DTYPES.items()}
 
 
 def item_bytes(dtype: str) -> int:
     """Return the bytes of one element of `dtype`."""
-    return DTYPES[dtype].bits // 8
+    return _ITEM_BYTES[dtype]
 
 
 @value
@@ -136,7 +137,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.shape) * item_bytes(self.dtype)
+        return prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
 @value
@@ -160,7 +161,7 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.shape) * item_bytes(self.dtype)
+        return prod(self.shape) * _ITEM_BYTES[self.dtype]
 
     @property
     def spec(self) -> TensorSpec:

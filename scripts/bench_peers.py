@@ -43,22 +43,22 @@ def transformers(source: Path, target: Path) -> Seconds:
 
 
 def mindformers(source: Path, target: Path) -> float:
-    """Convert with the function behind `convert_weight.py --model llama --dtype bf16`."""
+    """Convert with the function behind `convert_weight.py --model llama`; it widens bfloat16 to float32."""
+    from mindformers.models.llama.convert_weight import convert_pt_to_ms
+
+    started = time.process_time()
+    convert_pt_to_ms(input_path=str(source), output_path=str(target / "llama.ckpt"))
+    print()
+    return time.process_time() - started
+
+
+def mindformers_bf16(source: Path, target: Path) -> float:
+    """The same with `--dtype bf16`."""
     import mindspore
     from mindformers.models.llama.convert_weight import convert_pt_to_ms
 
     started = time.process_time()
     convert_pt_to_ms(input_path=str(source), output_path=str(target / "llama.ckpt"), dtype=mindspore.bfloat16)
-    print()
-    return time.process_time() - started
-
-
-def mindformers_default(source: Path, target: Path) -> float:
-    """The same without `--dtype`: it widens bfloat16 to float32."""
-    from mindformers.models.llama.convert_weight import convert_pt_to_ms
-
-    started = time.process_time()
-    convert_pt_to_ms(input_path=str(source), output_path=str(target / "llama.ckpt"))
     print()
     return time.process_time() - started
 
@@ -134,7 +134,7 @@ TASKS: dict[str, Callable[[Path, Path], float | Seconds]] = {
         safetensors,
         transformers,
         mindformers,
-        mindformers_default,
+        mindformers_bf16,
         mergekit,
         torch_bin,
         torch_cast,

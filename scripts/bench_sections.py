@@ -16,8 +16,8 @@ from pathlib import Path
 import bench_models
 from benchlib import INNER, LAZY, MIB, Bench, Goal, Measured, Subject, ratio
 
-PEERS = ("cp", "safetensors", "transformers", "mergekit", "mindformers")
-MORE_PEERS = ("transformers5", "mindformers-default")  # measured when asked for
+PEERS = ("cp", "safetensors", "transformers", "mergekit", "mindformers", "mindformers-bf16")
+MORE_PEERS = ("transformers5",)  # measured when asked for
 SLICE_BYTES = 4096
 BASE_MIB = 64
 OURS, NO_DIGEST, START = "ckptkit", "ckptkit --no-digest", "ckptkit, start-up"
@@ -95,8 +95,8 @@ def copy_section(context: Context) -> Section:
     others = (
         ("safetensors", "load_file + save_file, shard by shard", "safetensors"),
         ("transformers", "from_pretrained + save_pretrained", "transformers"),
-        ("mindformers", "its llama conversion, to bf16", "mindformers"),
-        ("mindformers-default", "the same, to fp32 as without `--dtype`", "mindformers_default"),
+        ("mindformers", "its llama conversion as it is; writes fp32", "mindformers"),
+        ("mindformers-bf16", "the same, told to write bf16", "mindformers_bf16"),
     )
     subjects += [subject(name, note, peer(task)) for name, note, task in others if name in context.peers]
     apart = (
@@ -131,16 +131,20 @@ def copy_goals(results: Sequence[Measured], num_tensors: int) -> list[Goal]:
         Goal("the same, digests, over cp that does not fsync", ratio(cpu.get(CP, ()), net[OURS])),
         memory_goal([a / MIB for a in anonymous[OURS]], num_tensors),
         Goal("speed of the copy itself over safetensors' in process", ratio(inner.get("safetensors", ()), net[OURS])),
-        Goal("... over transformers 4 in process", ratio(both.get("transformers", ()), net[OURS]), 2.5),
-        Goal("... without its lazy imports", ratio(inner.get("transformers", ()), net[OURS])),
-        Goal("... over transformers 5 in process", ratio(both.get("transformers5", ()), net[OURS])),
-        Goal("... without its lazy imports", ratio(inner.get("transformers5", ()), net[OURS])),
+        Goal(
+            "... over transformers' in process, late imports included",
+            ratio(both.get("transformers", ()), net[OURS]),
+            2.5,
+        ),
+        Goal("... over transformers' in process, without these", ratio(inner.get("transformers", ()), net[OURS]), 2.5),
+        Goal("... over transformers 5's, late imports included", ratio(both.get("transformers5", ()), net[OURS])),
+        Goal("... over transformers 5's, without these", ratio(inner.get("transformers5", ()), net[OURS])),
     ]
     whole = (
         ("transformers", None),
         ("mergekit", 5.0),
         ("mindformers", 20.0),
-        ("mindformers-default", None),
+        ("mindformers-bf16", 20.0),
     )
     goals += [Goal(f"whole process over {name}", ratio(cpu.get(name, ()), cpu[OURS]), least) for name, least in whole]
     return goals

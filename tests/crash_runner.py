@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit import cli
-from ckptkit.commands import convert as _convert
+from ckptkit.commands import convert as _convert  # imported here, once, for all children  # noqa: F401
 from ckptkit.formats import result_folder
 from ckptkit.formats.result_folder import ResultFolder
 
@@ -159,15 +159,15 @@ def give_up_rights() -> None:
 
 def fill_disk_later(file: str, leave_bytes: int) -> None:
     """Let somebody else fill the disk between the check for space and the writing."""
-    check = _convert.check_space
+    begin = ResultFolder.open
 
-    def checked(target: Path, needed_bytes: int) -> None:
-        check(target, needed_bytes)
+    def filled(self: ResultFolder) -> None:
         stat = os.statvfs(Path(file).parent)
         with open(file, "wb") as ballast:
             os.posix_fallocate(ballast.fileno(), 0, stat.f_bavail * stat.f_frsize - leave_bytes)
+        begin(self)
 
-    _convert.check_space = checked
+    ResultFolder.open = filled  # type: ignore[method-assign]
 
 
 def child(request: dict[str, Any]) -> int:

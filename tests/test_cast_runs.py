@@ -130,7 +130,7 @@ def random_tensors(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> Tensors
 def test_moved_and_fused_tensors_are_cast_and_counted_tile_by_tile(
     tmp_path: Path, source: str, target: str, tile_bytes: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs_module, "TILE_BYTES", tile_bytes)
+    monkeypatch.setattr(jobs_module, "TILES_BYTES", 2 * tile_bytes)
     monkeypatch.setattr(jobs_module, "BLOCK_BYTES", 32)
     tensors = random_tensors({n: (source, (r, 6)) for n, r in (("q", 24), ("k", 8), ("v", 8), ("w", 17))})
     leaf = {name: Leaf(name, array.shape) for name, (_, array) in tensors.items()}

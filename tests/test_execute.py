@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ import xxhash
 from ckptkit.errors import CorruptError
 from ckptkit.execute import execute
 from ckptkit.formats.io import FilePool
-from ckptkit.mapping.expr import Expr, Leaf, evaluate, invert, node
-from ckptkit.mapping.groups import Interleave
+from ckptkit.mapping.expr import Expr, Leaf, evaluate, invert, leaves, node
+from ckptkit.mapping.groups import Interleave, Merge
 from ckptkit.mapping.ops import Concat, Stack, Transpose
 from ckptkit.plan import jobs as jobs_module
-from ckptkit.plan.jobs import Job, make_jobs, tile_shapes, tiles
+from ckptkit.plan.jobs import Job, in_order, make_jobs, tile_shapes, tiles
 from ckptkit.plan.plan import OutputTensor, Plan
 from ckptkit.types import Extent, Region, TensorInfo, TensorSpec
 
@@ -100,7 +100,7 @@ def fused() -> tuple[dict[str, np.ndarray[Any, Any]], list[tuple[str, Expr]]]:
 def test_every_byte_is_put_once_and_is_the_expressions(
     tmp_path: Path, tile_bytes: int, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs_module, "TILE_BYTES", tile_bytes)
+    monkeypatch.setattr(jobs_module, "TILES_BYTES", 2 * tile_bytes)
     monkeypatch.setattr(jobs_module, "BLOCK_BYTES", 32)
     arrays, exprs = fused()
     plan = make_plan(store(tmp_path, arrays, pieces=3), exprs)
@@ -117,7 +117,7 @@ def test_every_byte_is_put_once_and_is_the_expressions(
 def test_the_parts_of_a_fused_tensor_are_made_from_one_reading(
     tmp_path: Path, tile_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs_module, "TILE_BYTES", tile_bytes)
+    monkeypatch.setattr(jobs_module, "TILES_BYTES", 2 * tile_bytes)
     arrays, exprs = fused()
     qkv = exprs[0][1]
     stored = {"qkv": np.frombuffer(whole(qkv, arrays), np.uint16).reshape(qkv.shape)}
@@ -125,14 +125,15 @@ def test_the_parts_of_a_fused_tensor_are_made_from_one_reading(
     plan = make_plan(store(tmp_path, stored), parts)
     assert make_jobs(plan) == [Job("tiles", [0, 1, 2])]
     count = 0
-    original = FilePool.pread_into
+    original = FilePool.pread_many
 
-    def counted(self: FilePool, path: Path, offset: int, data: memoryview) -> None:
+    def counted(self: FilePool, path: Path, pieces: Iterable[tuple[int, memoryview]]) -> None:
         nonlocal count
-        count += len(data)
-        original(self, path, offset, data)
+        listed = list(pieces)
+        count += sum(len(data) for _, data in listed)
+        original(self, path, listed)
 
-    monkeypatch.setattr(FilePool, "pread_into", counted)
+    monkeypatch.setattr(FilePool, "pread_many", counted)
     sink = MemorySink(plan)
     execute(plan, sink)
     assert count == stored["qkv"].nbytes
@@ -181,10 +182,25 @@ def test_tiles_cover_a_shape_once() -> None:
     assert (seen == 1).all()
 
 
-def test_a_tile_stays_within_the_budget_where_the_ops_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs_module, "TILE_BYTES", 4096)
-    leaf = Leaf("x", (1000, 1000))
-    inputs = {"x": TensorInfo("x", leaf.shape, "BF16", Path("x"), ())}
-    output = OutputTensor(TensorSpec("x", leaf.shape, "BF16"), 0, node(Transpose((1, 0)), [leaf]), inputs)
-    (tile,) = tile_shapes([output])
+def tile_of(expr: Expr, tile_bytes: int) -> tuple[int, ...]:
+    inputs = {"w": TensorInfo("w", next(leaves(expr)).shape, "BF16", Path("x"), ())}
+    (tile,) = tile_shapes([OutputTensor(TensorSpec("out", expr.shape, "BF16"), 0, expr, inputs)], tile_bytes)
+    return tile
+
+
+def test_a_tile_stays_within_the_budget_where_the_ops_allow() -> None:
+    tile = tile_of(node(Transpose((1, 0)), [Leaf("w", (1000, 1000))]), 4096)
     assert np.prod(tile) * 2 <= 4096
+
+
+def test_a_group_that_is_larger_than_a_tile_is_cut_in_bands_that_lie_in_order() -> None:
+    experts = node(Merge(0), [node(Transpose((0, 2, 1)), [Leaf("w", (4, 64, 32))])])
+    assert experts.shape == (128, 64)
+    assert tile_of(experts, 2048) == (16, 64)
+    assert in_order(experts.shape, (16, 64))
+
+
+def test_bands_never_cut_across_the_parts_of_a_group() -> None:
+    parts = [Leaf("w", (48, 8)), Leaf("w", (16, 8)), Leaf("w", (16, 8))]
+    assert tile_of(node(Interleave(0, (24, 8, 8)), parts), 160) == (8, 8)
+    assert tile_of(node(Interleave(0, (24, 7, 9)), [parts[0], Leaf("w", (14, 8)), Leaf("w", (18, 8))]), 160) == (40, 2)

@@ -197,6 +197,8 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
+        if len(result) == len(pairs):
+            return result
         odd = sorted({key for key, value in pairs if result[key] != value})
         if odd:
             raise CorruptError(f"`{file}` has keys with two different values", items=odd, hint="remove one of each")

@@ -28,7 +28,8 @@ from ckptkit.types import DTYPES, Extent, Region, TensorInfo
 
 Array = npt.NDArray[Any]
 
-GAP_BYTES = 4096  # runs closer than this are read together
+SMALL_GAP_BYTES = 512  # runs closer than this are read together, however short they are
+GAP_BYTES = 4096  # and closer than this, if the gaps are no longer than the runs
 SCRATCH_BYTES = 1024 * 1024
 OPEN_FILES = 64
 
@@ -123,8 +124,8 @@ def read_region(
     """Return the elements of `info` inside `region` (default: all) as an array of the dtype's carrier.
 
     `out`, if given, is filled and returned: any array of the region's shape and the carrier dtype, contiguous or
-    not. Runs that lie less than 4 KiB apart are read together. Raises CorruptError when the file has shrunk,
-    ResourceError when it cannot be read, InternalError when `region` or `out` does not fit the tensor.
+    not. Neighbouring runs are read together with small gaps between them. Raises CorruptError when the file has
+    shrunk, ResourceError when it cannot be read, InternalError when `region` or `out` does not fit the tensor.
     """
     region = Region.whole(info.shape) if region is None else region
     _check_region(info, region)
@@ -186,13 +187,36 @@ class _Reader:
         while axis and strides[axis - 1] == run:
             axis -= 1
             run *= target.shape[axis]
-        if axis and (strides[axis - 1] - run) * self.width < GAP_BYTES:
+        gap = (strides[axis - 1] - run) * self.width if axis else 0
+        if axis and (gap < SMALL_GAP_BYTES or (gap < GAP_BYTES and gap <= run * self.width)):
             self._fill_blocks(first, strides, target, axis - 1)
+            return
+        if len(self.info.extents) == 1 and target.flags.c_contiguous and target.ndim:
+            starts = self._starts(first, strides[:axis], target.shape[:axis])
+            self._fill_runs(starts, run * self.width, target)
             return
         for index in np.ndindex(target.shape[:axis]):
             start = first + sum(i * s for i, s in zip(index, strides[:axis], strict=True))
             place: tuple[Any, ...] = (*index, ...)
             self._read(start, target[place])
+
+    def _starts(self, first: int, strides: Sequence[int], shape: Sequence[int]) -> list[int]:
+        """Return the byte of the tensor at which each run begins, in C order of the axes that the runs leave."""
+        starts = np.full(tuple(shape), first)
+        for axis, (stride, length) in enumerate(zip(strides, shape, strict=True)):
+            steps = np.arange(length) * stride
+            starts += steps.reshape([-1 if i == axis else 1 for i in range(len(shape))])
+        found: list[int] = (starts.reshape(-1) * self.width).tolist()
+        return found
+
+    def _fill_runs(self, starts: Sequence[int], size: int, target: Array) -> None:
+        """Fill `target` with runs of `size` bytes of a tensor that lies in one piece: many, so at little cost each."""
+        offset, length = self.info.extents[0]
+        if starts and max(starts) + size > length:
+            raise InternalError(f"`{self.info.name}` has no byte {max(starts) + size - 1}")
+        data = target.reshape(-1).view(np.uint8).data
+        views = (data[done : done + size] for done in range(0, len(data), size))
+        self.pool.pread_many(self.info.file, zip([offset + start for start in starts], views, strict=True))
 
     def _fill_blocks(self, first: int, strides: Sequence[int], target: Array, axis: int) -> None:
         """Fill `target` by reading neighbours along `axis` together with the small gaps between them."""

@@ -8,13 +8,14 @@ bytes go. What does not live here: index files and folders (`folder.py`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
 from json.encoder import encode_basestring as quote
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptkitError, CorruptError, InternalError, UsageError
+from ckptkit.errors import CorruptError, InternalError, UsageError
 from ckptkit.formats import files
 from ckptkit.formats.base import FileIndex, OutputFile
 from ckptkit.types import DTYPES, Extent, Shape, TensorInfo, TensorSpec, item_bytes
@@ -52,43 +53,44 @@ def lay_out(name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str])
     """
     ordered = sorted(specs, key=lambda spec: -DTYPES[spec.dtype].bits)
     entries = [f'"{METADATA}":{json.dumps(dict(metadata), **_COMPACT)}'] if metadata else []
-    begins: dict[str, tuple[int, int]] = {}
-    kinds: dict[tuple[str, Shape], tuple[str, int]] = {}  # what is the same in many entries: text, and bytes
+    kinds: dict[tuple[str, Shape], tuple[str, int]] = {}  # what many entries have in common: text, and bytes
+    spans = []
     position = 0
     for spec in ordered:
-        key, dtype = spec.name, spec.dtype
-        if dtype == "STR" or key == METADATA or key in begins:
-            raise _unwritable(name, spec)
-        kind = kinds.get((dtype, spec.shape))
+        kind = kinds.get((spec.dtype, spec.shape))
         if kind is None:
-            text = f'"dtype":"{dtype}","shape":{json.dumps(spec.shape, **_COMPACT)}'
-            kind = kinds[dtype, spec.shape] = text, spec.num_bytes
-        size = kind[1]
-        entries.append(f'{quote(key)}:{{{kind[0]},"data_offsets":[{position},{position + size}]}}')
-        begins[key] = position, size
+            text = f'"dtype":"{spec.dtype}","shape":{json.dumps(spec.shape, **_COMPACT)}'
+            kind = kinds[spec.dtype, spec.shape] = text, spec.num_bytes
+        text, size = kind
+        entries.append(f'{quote(spec.name)}:{{{text},"data_offsets":[{position},{position + size}]}}')
+        spans.append((position, size))
         position += size
     head = ("{" + ",".join(entries) + "}").encode()
     head += b" " * (-len(head) % ALIGNMENT)
+    start = 8 + len(head)
+    extents = {spec.name: (Extent(start + begin, size),) for spec, (begin, size) in zip(ordered, spans, strict=True)}
+    _check_writable(name, specs, extents.keys())
     if len(head) > HEADER_LIMIT:
         raise UsageError(
             f"the header of `{name}` would have {len(head)} bytes; the format allows {HEADER_LIMIT}",
             hint="use smaller shards",
         )
-    start = 8 + len(head)
-    extents = {key: (Extent(start + begin, size),) for key, (begin, size) in begins.items()}
     return OutputFile(name, start + position, ((0, len(head).to_bytes(8, "little") + head),), extents)
 
 
-def _unwritable(name: str, spec: TensorSpec) -> CkptkitError:
-    """Return the error for a tensor that cannot go into the file `name`."""
-    if spec.dtype == "STR":
-        return UsageError(
-            f"`{name}` cannot hold the text value `{spec.name}`: safetensors has no text tensors",
+def _check_writable(name: str, specs: Sequence[TensorSpec], names: Set[str]) -> None:
+    """Raise UsageError for a tensor that cannot go into the file `name`; `names` are those of all of them."""
+    texts = [spec.name for spec in specs if spec.dtype == "STR"]
+    if texts:
+        raise UsageError(
+            f"`{name}` cannot hold the text value `{texts[0]}`: safetensors has no text tensors",
             hint="write a .ckpt file, or drop the value",
         )
-    if spec.name == METADATA:
-        return UsageError(f"`{METADATA}` is not allowed as the name of a tensor in a safetensors file")
-    return InternalError(f"two tensors named `{spec.name}` for `{name}`")
+    if METADATA in names:
+        raise UsageError(f"`{METADATA}` is not allowed as the name of a tensor in a safetensors file")
+    if len(names) < len(specs):
+        counts = Counter(spec.name for spec in specs)
+        raise InternalError(f"two tensors named `{max(counts, key=counts.__getitem__)}` for `{name}`")
 
 
 def _read_header(file: Path) -> tuple[bytes, int]:

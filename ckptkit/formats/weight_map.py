@@ -43,7 +43,7 @@ def read_weight_map(file: Path) -> WeightMap:
     entries = content if bare else content.get("weight_map")
     if not isinstance(entries, dict) or not entries:
         raise CorruptError(f"`{file}` has no `weight_map` with entries", hint="download or save it again")
-    plain = {value for value in entries.values() if isinstance(value, str) and _is_plain(value)}
+    plain = {name for name in {v for v in entries.values() if isinstance(v, str)} if _is_plain(name)}
     odd = [name for name, value in entries.items() if not isinstance(value, str) or value not in plain]
     if odd:
         raise CorruptError(
@@ -56,8 +56,8 @@ def read_weight_map(file: Path) -> WeightMap:
     return WeightMap(file, entries, total)
 
 
-def _is_plain(value: object) -> bool:
-    return isinstance(value, str) and value not in ("", ".", "..") and "/" not in value and "\0" not in value
+def _is_plain(value: str) -> bool:
+    return value not in ("", ".", "..") and "/" not in value and "\0" not in value
 
 
 def find_files(weights: WeightMap) -> list[Path]:
@@ -96,15 +96,23 @@ def apply_map(weights: WeightMap, indexes: Sequence[FileIndex]) -> tuple[dict[st
             tensors[name] = tensor
     if lost:
         raise _contradiction(weights, by_file, lost)
-    unknown = {name: file for file, held in by_file.items() for name in held if name not in weights.entries}
-    if unknown:
-        raise CoverageError(
-            f"the files hold tensors that `{weights.file.name}` does not name: {len(unknown)}",
-            items=[f"{name} in {file}" for name, file in unknown.items()],
-            why="they would be lost",
-            hint="mend the index, or remove it if the files are the whole checkpoint",
-        )
-    return tensors, [*_stale_note(weights, by_file), *_size_note(weights, tensors)]
+    stale: list[str] = []
+    if sum(map(len, by_file.values())) > len(tensors):
+        unknown = {name: file for file, held in by_file.items() for name in held if name not in weights.entries}
+        if unknown:
+            raise _unindexed(weights, unknown)
+        stale = [f"{n} in {file}" for file, held in by_file.items() for n in held if weights.entries[n] != file]
+    return tensors, [*_stale_note(weights, stale), *_size_note(weights, tensors)]
+
+
+def _unindexed(weights: WeightMap, unknown: Mapping[str, str]) -> CoverageError:
+    """Return the error for tensors, with their file, that the index does not name."""
+    return CoverageError(
+        f"the files hold tensors that `{weights.file.name}` does not name: {len(unknown)}",
+        items=[f"{name} in {file}" for name, file in unknown.items()],
+        why="they would be lost",
+        hint="mend the index, or remove it if the files are the whole checkpoint",
+    )
 
 
 def _contradiction(
@@ -126,8 +134,7 @@ def _contradiction(
     )
 
 
-def _stale_note(weights: WeightMap, by_file: Mapping[str, Mapping[str, TensorInfo]]) -> list[str]:
-    stale = [f"{n} in {file}" for file, held in by_file.items() for n in held if weights.entries[n] != file]
+def _stale_note(weights: WeightMap, stale: Sequence[str]) -> list[str]:
     if not stale:
         return []
     more = f" and {len(stale) - 5} more" if len(stale) > 5 else ""
@@ -139,7 +146,7 @@ def _stale_note(weights: WeightMap, by_file: Mapping[str, Mapping[str, TensorInf
 
 def _size_note(weights: WeightMap, tensors: Mapping[str, TensorInfo]) -> list[str]:
     """Return a note if the stated total size is missing or wrong; it is only a counter."""
-    found = sum(tensor.num_bytes for tensor in tensors.values())
+    found = sum([tensor.num_bytes for tensor in tensors.values()])
     stated = weights.total_size
     if stated is ABSENT:
         return [f"`{weights.file.name}` states no total_size; the tensors have {found} bytes"]

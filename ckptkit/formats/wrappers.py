@@ -25,7 +25,7 @@ def unwrap(checkpoint: Checkpoint) -> Checkpoint:
     would get one name.
     """
     _refuse_adapters(checkpoint)
-    if not any([name.startswith(WRAPPERS) or _BASE in name for name in checkpoint.tensors]):
+    if not any(name.startswith(WRAPPERS) or _BASE in name for name in checkpoint.tensors):
         return checkpoint
     names = {name: name for name in checkpoint.tensors}
     taken = ""

@@ -122,7 +122,7 @@ def substitute(expr: Expr, values: Mapping[str, Expr]) -> Expr:
             raise CoverageError(f"`{expr.name}` has shape {expr.shape} on one side and {value.shape} on the other")
         return value
     children = [substitute(child, values) for child in expr.children]
-    if all([isinstance(child, Leaf) for child in children]):
+    if all(isinstance(child, Leaf) for child in children):
         return Node(expr.op, tuple(children), expr.shape)  # what `node` would return: ops undo only other ops
     return node(expr.op, children)
 

@@ -39,7 +39,7 @@ def fill(pattern: str, numbers: Mapping[str, int]) -> str:
 
 def skeleton(name: str) -> str:
     """Return a tensor's name with its numbers blotted out: `model.layers.{}.mlp.up_proj.weight`."""
-    return ".".join("{}" if part.isdecimal() else part for part in name.split("."))
+    return ".".join(["{}" if part.isdecimal() else part for part in name.split(".")])
 
 
 def pattern_skeleton(pattern: str) -> str:

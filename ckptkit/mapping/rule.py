@@ -59,15 +59,16 @@ class Rule:
             return [(self.expr, self.expr)]
         return invert(self.expr, Leaf(self.target, self.expr.shape))
 
-    def filled(self, placeholder: str, number: int) -> Rule:
-        """Return the rule with a number in the place of a placeholder in its names."""
-        old, new = f"{{{placeholder}}}", str(number)
-        expr, target = self.expr, self.target.replace(old, new)
-        if isinstance(expr, Leaf) and expr.name == self.target:
+    def filled(self, placeholder: str, number: str, layer: int | None) -> Rule:
+        """Return the rule with `number` in the place of `placeholder` (`{expert}`) in its names."""
+        target, expr = self.target.replace(placeholder, number), self.expr
+        if not isinstance(expr, Leaf):
+            expr = renamed(expr, placeholder, number)
+        elif expr.name == self.target:
             expr = Leaf(target, expr.shape)  # one text for both
         else:
-            expr = renamed(expr, old, new)
-        return Rule(target, expr, number if placeholder == "layer" else self.layer, self.traits)
+            expr = Leaf(expr.name.replace(placeholder, number), expr.shape)
+        return Rule(target, expr, layer, self.traits)
 
     @property
     def origin(self) -> str:

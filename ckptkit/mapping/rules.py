@@ -43,7 +43,7 @@ def resolve(family: Family, config: Mapping[str, Any], dialect: str, variant: st
         family=family.name,
         dialect=dialect,
         variant=variant,
-        rules=tuple(build.rules(table.rows)),
+        rules=build.rules(table.rows),
         ties=_ties(catalogue.rows, table.rows),
         tied=tied,
         table_files=tuple(dict.fromkeys((*catalogue.files, *table.files))),
@@ -56,20 +56,21 @@ def resolve(family: Family, config: Mapping[str, Any], dialect: str, variant: st
 class _Pattern:
     """A row worked out: its rule, and perhaps that of the bias, with placeholders in their names.
 
-    `spans` are the numbers that placeholders other than `{layer}` take.
+    `spans` are the numbers, as text, that placeholders other than `{layer}` take.
     """
 
     rules: tuple[Rule, ...]
-    spans: tuple[tuple[str, range], ...]
+    spans: tuple[tuple[str, tuple[str, ...]], ...]
 
-    def filled(self, layer: int | None) -> Iterator[Rule]:
-        """Yield the rules of a layer, or of a row that has none, number by number."""
-        rules = self.rules if layer is None else [rule.filled("layer", layer) for rule in self.rules]
-        groups: list[Sequence[Rule]] = [rules]
+    def filled(self, layer: int | None) -> Sequence[Rule]:
+        """Return the rules of a layer, or of a row that has none, number by number."""
+        rules: Sequence[Rule] = self.rules
+        if layer is not None:
+            rules = [rule.filled("{layer}", str(layer), layer) for rule in rules]
+        groups = [rules]
         for placeholder, numbers in self.spans:
-            groups = [[rule.filled(placeholder, n) for rule in group] for group in groups for n in numbers]
-        for group in groups:
-            yield from group
+            groups = [[rule.filled(placeholder, n, layer) for rule in group] for group in groups for n in numbers]
+        return rules if not self.spans else [rule for group in groups for rule in group]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +82,21 @@ class _Builder:
     ranges: Mapping[str, str]
     shapes: dict[str, Shape] = field(default_factory=dict)
 
-    def rules(self, rows: Sequence[MapRow]) -> Iterator[Rule]:
-        """Yield the rules in table order; neighbouring rows of layers go layer by layer."""
+    def rules(self, rows: Sequence[MapRow]) -> tuple[Rule, ...]:
+        """Return the rules in table order; neighbouring rows of layers go layer by layer."""
+        found: list[Rule] = []
         for layered, group in groupby(rows, key=lambda row: "{layer}" in row.target):
             if not layered:
                 for row in group:
-                    yield from self._pattern(row, {}).filled(None)
+                    found += self._pattern(row, {}).filled(None)
                 continue
-            block = [
-                (layers, self._pattern(row, {"layer": min(layers)})) for row in group if (layers := self._layers(row))
-            ]
+            layers = [(row, self._layers(row)) for row in group]
+            block = [(held, self._pattern(row, {"layer": min(held)})) for row, held in layers if held]
             for layer in range(self.numbers.dim(self.ranges["layer"])):
-                for layers, pattern in block:
-                    if layer in layers:
-                        yield from pattern.filled(layer)
+                for held, pattern in block:
+                    if layer in held:
+                        found += pattern.filled(layer)
+        return tuple(found)
 
     def _layers(self, row: MapRow) -> frozenset[int]:
         total = self.numbers.dim(self.ranges["layer"])
@@ -104,7 +106,8 @@ class _Builder:
     def _pattern(self, row: MapRow, first: Mapping[str, int]) -> _Pattern:
         """Work out a row; `first` is the first layer that has it, for errors to name."""
         free = [p for p in names.placeholders(row.target) if p not in first]
-        spans = tuple((p, range(self.numbers.dim(self.ranges[p]))) for p in free)
+        counts = {p: self.numbers.dim(self.ranges[p]) for p in free}
+        spans = tuple((f"{{{p}}}", tuple(map(str, range(count)))) for p, count in counts.items())
         if not all(numbers for _, numbers in spans):
             return _Pattern((), spans)
         example = names.fill(row.target, {**first, **dict.fromkeys(free, 0)})

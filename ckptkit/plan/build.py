@@ -19,7 +19,7 @@ from ckptkit.cast import why_kept
 from ckptkit.errors import CoverageError
 from ckptkit.formats.base import Checkpoint, OutputFile
 from ckptkit.formats.registry import lay_out_checkpoint
-from ckptkit.mapping.expr import Expr, leaves
+from ckptkit.mapping.expr import Expr, Leaf, leaves
 from ckptkit.mapping.rules import Rule, RuleSet
 from ckptkit.plan.express import express
 from ckptkit.plan.match import Match, match
@@ -96,20 +96,24 @@ def _parts(source: RuleSet, target: RuleSet, matched: Match, wanted: str | None)
 
     The second list says which outputs the `wanted` dtype leaves alone, and why.
     """
+    found = matched.found
     parts, kept = [], []
     for rule, expr, lacking in express(source, target, matched.absent):
         if expr is None:
             _refuse_some(rule, lacking)
             continue
-        inputs = {leaf.name: matched.found[leaf.name] for leaf in leaves(expr)}
-        dtypes = {info.dtype for info in inputs.values()}
-        why = None
-        if wanted is not None and dtypes != {wanted}:
-            in_order = [info.dtype for info in inputs.values()]
-            why = why_kept(in_order, expr.shape, keep_fp32=rule.keep_fp32, wanted=wanted)
-        if why is not None:
-            kept.append(Fate(rule.target, why))
-        dtype = _one_dtype(rule, inputs) if wanted is None or why is not None else wanted
+        if isinstance(expr, Leaf):
+            inputs = {expr.name: found[expr.name]}
+        else:
+            inputs = {leaf.name: found[leaf.name] for leaf in leaves(expr)}
+        dtypes = [info.dtype for info in inputs.values()]
+        dtype = wanted or dtypes[0]
+        if dtypes.count(dtype) < len(dtypes):
+            why = wanted and why_kept(dtypes, expr.shape, keep_fp32=rule.keep_fp32, wanted=wanted)
+            if why:
+                kept.append(Fate(rule.target, why))
+            if why or wanted is None:
+                dtype = _one_dtype(rule, inputs)
         parts.append(_Part(TensorSpec(rule.target, expr.shape, dtype), expr, inputs))
     return parts, kept
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from ckptkit.mapping.expr import Expr, substitute
+from ckptkit.mapping.expr import Expr, Leaf, substitute
 from ckptkit.mapping.rules import Rule, RuleSet
 
 
@@ -26,5 +26,9 @@ def express(
             for leaf, back in rule.ways_back():
                 hub[leaf.name] = back
     for rule in target.rules:
+        whole = hub.get(rule.expr.name) if isinstance(rule.expr, Leaf) else None
+        if whole is not None and whole.shape == rule.expr.shape:  # most of a model, so it has a short way
+            yield rule, whole, ()
+            continue
         lacking = tuple([leaf.name for leaf in rule.sources if leaf.name not in hub])
         yield rule, None if lacking else substitute(rule.expr, hub), lacking

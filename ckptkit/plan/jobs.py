@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import Literal
 
 import numpy as np
 
+from ckptkit.errors import UsageError
 from ckptkit.mapping.expr import Leaf, granules, leaves, pull
 from ckptkit.plan.plan import OutputTensor, Plan
 from ckptkit.types import Region, Shape, TensorInfo, item_bytes
 
 BLOCK_BYTES = 256 << 10
-TILE_BYTES = 2 << 20
+TILES_BYTES = 8 << 20  # of the tiles of all workers; each needs about three times its tile, for inputs and ops
 SMALL_BYTES = 32 << 10  # below this the cost of a tensor is that of its calls, not of its bytes
 
 
@@ -86,9 +87,13 @@ def _step_key(number: int, output: OutputTensor) -> object:
     return parts[0].name, units, output.spec.shape[1:], output.file
 
 
-def tile_shapes(outputs: Sequence[OutputTensor]) -> list[Shape]:
-    """Return one tile shape for each output of a job: in step, and together within TILE_BYTES where ops allow."""
-    budget = max(1, TILE_BYTES // len(outputs))
+def tile_shapes(outputs: Sequence[OutputTensor], tile_bytes: int) -> list[Shape]:
+    """Return one tile shape for each output of a job: in step, and together within `tile_bytes` where ops allow.
+
+    Whole groups of axis 0 where some fit; else equal bands of one group, whose bytes still lie in order; else boxes
+    cut on the next axes too.
+    """
+    budget = max(1, tile_bytes // len(outputs))
     steps = [granules(output.expr) for output in outputs]
     tile = [list(output.spec.shape) for output in outputs]
     size = max(item_bytes(dtype) for dtype in (outputs[0].spec.dtype, outputs[0].moved_as))
@@ -100,7 +105,33 @@ def tile_shapes(outputs: Sequence[OutputTensor]) -> list[Shape]:
         keep = max(1, units * budget // largest)
         for t, step in zip(tile, steps, strict=True):
             t[axis] = keep * step[axis]
+        if axis == 0 and max(prod(t) * size for t in tile) > budget:
+            _cut_group(outputs, tile, budget // size)
     return [tuple(t) for t in tile]
+
+
+def _cut_group(outputs: Sequence[OutputTensor], tile: list[list[int]], budget: int) -> None:
+    """Cut tiles of one group on axis 0 into as few equal bands as fit in `budget` elements, if the ops allow any."""
+    common = gcd(*(t[0] for t in tile))
+    for bands in range(2, common + 1):
+        if common % bands or max(prod(t) // bands for t in tile) > budget:
+            continue
+        if all(_may_cut(output, t, bands) for output, t in zip(outputs, tile, strict=True)):
+            for t in tile:
+                t[0] //= bands
+            return
+
+
+def _may_cut(output: OutputTensor, tile: list[int], bands: int) -> bool:
+    """Say whether every band of one group of an output can be pulled; what holds for one group holds for all."""
+    rows = tile[0] // bands
+    whole = Region.whole((tile[0], *output.spec.shape[1:]))
+    try:
+        for band in range(bands):
+            pull(output.expr, whole.with_axis(0, band * rows, (band + 1) * rows))
+    except UsageError:
+        return False
+    return True
 
 
 def tiles(shape: Shape, tile: Shape) -> Iterator[Region]:

@@ -7,7 +7,7 @@ written reason, or unmapped. Nothing is guessed: what is not one of the first an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -40,21 +40,22 @@ def match(source: Checkpoint, rules: RuleSet, *, tie: bool = False, allow_unmapp
     """
     expected = {rule.target: rule for rule in rules.rules}
     stored = source.tensors
-    result = Match(tied=rules.tied or tie)
-    result.found = {name: stored[name] for name in expected if name in stored}
+    found = {name: stored[name] for name in expected if name in stored}
+    result = Match(found, tied=rules.tied or tie)
+    rest = [name for name in stored if name not in found] if len(found) < len(stored) else []
     _refuse_empty(source)
     if result.tied:
         for pair in rules.ties:
             _resolve_tie(pair, result)
-    found = result.found
-    missing = [n for n, rule in expected.items() if n not in found and n not in result.absent and not rule.optional]
-    _sort_out_rest(source, rules, expected.keys(), result)
+    lacking = [name for name in expected if name not in found] if len(found) < len(expected) else []
+    missing = [name for name in lacking if name not in result.absent and not expected[name].optional]
+    _sort_out(rest, rules, result)
     if missing:
         raise _missing(missing, rules, result, source)
     _check_shapes(expected, found, rules)
     if result.unmapped and not allow_unmapped:
         raise _unmapped(result.unmapped, rules, source)
-    result.absent |= expected.keys() - found.keys()
+    result.absent.update(lacking)
     return result
 
 
@@ -96,9 +97,10 @@ def _resolve_tie(pair: Tie, result: Match) -> None:
         )
 
 
-def _sort_out_rest(source: Checkpoint, rules: RuleSet, expected: Set[str], result: Match) -> None:
+def _sort_out(rest: Sequence[str], rules: RuleSet, result: Match) -> None:
+    """Say what becomes of the stored tensors that no rule expects."""
     side: Literal["hf", "dialect"] = "hf" if rules.dialect == "hf" else "dialect"
-    for name in [name for name in source.tensors if name not in expected]:
+    for name in rest:
         why = rules.ignored(name, side)
         if why is None:
             result.unmapped.append(Fate(name, "matches no row of the table"))

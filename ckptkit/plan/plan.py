@@ -105,8 +105,10 @@ class Plan:
     @cached_property
     def source_bytes(self) -> int:
         """Bytes of the source tensors that outputs read, each of which is read once."""
-        used = {info.name: info.num_bytes for output in self.outputs for info in output.inputs.values()}
-        return sum(used.values())
+        used: dict[str, TensorInfo] = {}
+        for output in self.outputs:
+            used.update(output.inputs)
+        return sum([info.num_bytes for info in used.values()])
 
     @property
     def bytes_read(self) -> int:
@@ -145,11 +147,8 @@ class Plan:
             yield json.dumps([path.name, stat.st_size, stat.st_mtime_ns])
         names = [quote(file.name) for file in self.files]
         for output in self.outputs:
-            spec = output.spec
-            yield (
-                f'[{names[output.file]}, {quote(spec.name)}, {list(spec.shape)}, "{spec.dtype}", '
-                f"{quote(describe(output.expr))}]"
-            )
+            spec, made = output.spec, quote(describe(output.expr))
+            yield f'[{names[output.file]}, {quote(spec.name)}, {list(spec.shape)}, "{spec.dtype}", {made}]'
         for name, data in sorted(self.extra.items()):
             yield json.dumps([name, xxhash.xxh3_128_hexdigest(data)])
         for path, name in self.side:

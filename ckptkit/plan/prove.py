@@ -8,7 +8,7 @@ name exactly once. A tensor that is named by no output must have a fate with a r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from math import prod
 
 from ckptkit.errors import CoverageError, InternalError
@@ -36,8 +36,7 @@ def taken(expr: Expr) -> Iterable[tuple[Leaf, int]]:
 
 def prove(plan: Plan, source: Checkpoint) -> None:
     """Raise unless every output element has one source element and every source element one use or a fate."""
-    used: dict[str, int] = {}
-    sizes: dict[str, int] = {}
+    unused: dict[str, int] = {}  # how many elements of each source tensor
     for output in plan.outputs:
         missing = prod(output.spec.shape)
         for leaf, count in taken(output.expr):
@@ -45,11 +44,10 @@ def prove(plan: Plan, source: Checkpoint) -> None:
             if output.inputs[name].shape != shape:
                 raise InternalError(f"`{name}` is stored as {output.inputs[name].shape} but planned as {shape}")
             missing -= count
-            used[name] = used.get(name, 0) + count
-            sizes[name] = prod(shape)
+            unused[name] = unused.get(name, prod(shape)) - count
         if missing:
             raise InternalError(f"`{output.spec.name}` would not be filled exactly by its sources")
-    uneven = [f"{name}: {count} of {sizes[name]} elements used" for name, count in used.items() if count != sizes[name]]
+    uneven = _uneven(plan, {name: count for name, count in unused.items() if count})
     if uneven:
         raise CoverageError(
             f"{len(uneven)} source tensors would not be used exactly once",
@@ -58,7 +56,13 @@ def prove(plan: Plan, source: Checkpoint) -> None:
             hint="check the rows that name these tensors",
         )
     _every_output_has_its_name(plan)
-    _every_source_has_a_fate(plan, source, used.keys())
+    _every_source_has_a_fate(plan, source, unused.keys())
+
+
+def _uneven(plan: Plan, unused: Mapping[str, int]) -> list[str]:
+    """Return a line for each source tensor that is not used once, given how many of its elements are not (or again)."""
+    sizes = {n: info.num_elements for o in plan.outputs for n, info in o.inputs.items()} if unused else {}
+    return [f"{name}: {sizes[name] - count} of {sizes[name]} elements used" for name, count in unused.items()]
 
 
 def _every_output_has_its_name(plan: Plan) -> None:
