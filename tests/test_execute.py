@@ -183,7 +183,7 @@ def test_tiles_cover_a_shape_once() -> None:
 
 
 def tile_of(expr: Expr, tile_bytes: int) -> tuple[int, ...]:
-    inputs = {"w": TensorInfo("w", next(leaves(expr)).shape, "BF16", Path("x"), ())}
+    inputs = {"w": TensorInfo("w", next(iter(leaves(expr))).shape, "BF16", Path("x"), ())}
     (tile,) = tile_shapes([OutputTensor(TensorSpec("out", expr.shape, "BF16"), 0, expr, inputs)], tile_bytes)
     return tile
 
