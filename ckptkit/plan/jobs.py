@@ -106,15 +106,18 @@ def tile_shapes(outputs: Sequence[OutputTensor], tile_bytes: int) -> list[Shape]
         for t, step in zip(tile, steps, strict=True):
             t[axis] = keep * step[axis]
         if axis == 0 and max(prod(t) * size for t in tile) > budget:
-            _cut_group(outputs, tile, budget // size)
+            _cut_group(outputs, tile, max(1, budget // size))
     return [tuple(t) for t in tile]
 
 
 def _cut_group(outputs: Sequence[OutputTensor], tile: list[list[int]], budget: int) -> None:
-    """Cut tiles of one group on axis 0 into as few equal bands as fit in `budget` elements, if the ops allow any."""
-    common = gcd(*(t[0] for t in tile))
-    for bands in range(2, common + 1):
-        if common % bands or max(prod(t) // bands for t in tile) > budget:
+    """Cut tiles of one group on axis 0 into as few equal bands as fit in `budget` elements, if the ops allow any.
+
+    Bands of less than an eighth of the budget are not worth their calls.
+    """
+    common, largest = gcd(*(t[0] for t in tile)), max(prod(t) for t in tile)
+    for bands in range(2, min(common, 8 * largest // budget) + 1):
+        if common % bands or largest // bands > budget:
             continue
         if all(_may_cut(output, t, bands) for output, t in zip(outputs, tile, strict=True)):
             for t in tile:
