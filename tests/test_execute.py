@@ -204,3 +204,25 @@ def test_bands_never_cut_across_the_parts_of_a_group() -> None:
     parts = [Leaf("w", (48, 8)), Leaf("w", (16, 8)), Leaf("w", (16, 8))]
     assert tile_of(node(Interleave(0, (24, 8, 8)), parts), 160) == (8, 8)
     assert tile_of(node(Interleave(0, (24, 7, 9)), [parts[0], Leaf("w", (14, 8)), Leaf("w", (18, 8))]), 160) == (40, 2)
+
+
+@pytest.mark.parametrize("tile_bytes", [64, 1 << 20])
+@pytest.mark.parametrize("order", ["in order", "in columns"])
+def test_a_fused_source_that_broke_its_promise_is_refused(
+    tmp_path: Path, tile_bytes: int, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs_module, "TILES_BYTES", 2 * tile_bytes)
+    arrays = random_arrays({"w": (30, 6)})
+    leaf = Leaf("w", (30, 6))
+    fused = node(Interleave(0, (6, 2, 2)), [Leaf("q", (18, 6)), Leaf("k", (6, 6)), Leaf("v", (6, 6))])
+    halves = node(Concat(1), [Leaf("a", (30, 2)), Leaf("b", (30, 4))])
+    parts = [(part.name, expr) for part, expr in invert(fused if order == "in order" else halves, leaf)]
+    plan = make_plan(store(tmp_path, arrays), parts)
+    promised = {"w": xxhash.xxh3_128_hexdigest(arrays["w"].tobytes())}
+    execute(plan, MemorySink(plan), source_digests=promised)
+    source = tmp_path / "source"
+    data = bytearray(source.read_bytes())
+    data[100] ^= 1
+    source.write_bytes(data)
+    with pytest.raises(CorruptError, match="not what its manifest promises"):
+        execute(plan, MemorySink(plan), source_digests=promised)
