@@ -94,10 +94,14 @@ def largest_finite(dtype: str) -> float:
     return float((2.0 - 2.0**-form.mantissa) * 2.0 ** ((1 << (form.exponent - 1)) - 1))
 
 
-def overflow_error(overflowed: Collection[tuple[str, int, CastCount]], target: str) -> CoverageError:
+class CastOverflow(CoverageError):
+    """Finite values that do not fit the dtype they are cast to."""
+
+
+def overflow_error(overflowed: Collection[tuple[str, int, CastCount]], target: str) -> CastOverflow:
     """Return the error for tensors (name, number of elements, count) whose finite values do not fit `target`."""
     name = DTYPES[target].torch
-    return CoverageError(
+    return CastOverflow(
         f"{len(overflowed)} {'tensor overflows' if len(overflowed) == 1 else 'tensors overflow'} {name}",
         items=[
             f"{tensor}  {count.overflowed} of {total} values, the largest {count.largest:.6g}"

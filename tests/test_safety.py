@@ -213,7 +213,6 @@ def test_any_two_runs_at_once_killed_at_any_time_leave_one_whole_result_or_none(
     assert [path.name for path in target.parent.iterdir()] == ["out"]
 
 
-@pytest.mark.xfail(strict=True, reason="convert looks only at SRC when it checks DST, and not at --config")
 def test_an_output_that_replaces_the_folder_given_as_config_is_refused(tmp_path: Path, source: Path) -> None:
     assert run(["convert", str(source), str(tmp_path / "ms")]) == 0
     for name in ("config.json", "generation_config.json", "ckptkit.json"):

@@ -71,7 +71,8 @@ def convert(
     for file in source.checkpoint.files:
         if source.checkpoint.kind == "ckpt":
             verify_crc(file)
-    check_target(dst, [src, *source.checkpoint.files], overwrite=options.overwrite or options.dry_run)
+    read = [src, *source.checkpoint.files, *(Path(path) for path in (*table, *([config] if config else [])))]
+    check_target(dst, read, overwrite=options.overwrite or options.dry_run)
     wanted = _dtype(dtype, clamp, source.checkpoint)
     settings, side = find_config(source, Path(config) if config else None)
     tables = load_tables([Path(t) for t in table])

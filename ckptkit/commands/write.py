@@ -12,16 +12,15 @@ from typing import Any
 import xxhash
 
 from ckptkit import __version__
-from ckptkit.cast import CastCount
+from ckptkit.cast import CastCount, CastOverflow
 from ckptkit.commands.cast_report import cast_data, cast_tensors, counts_of
 from ckptkit.commands.source import Source
-from ckptkit.errors import CoverageError
 from ckptkit.execute import execute
 from ckptkit.formats.file_sink import FileSink
-from ckptkit.formats.manifest import MANIFEST, SCHEMA, dump_manifest, read_manifest
+from ckptkit.formats.manifest import MANIFEST, SCHEMA, dump_manifest, header_digest, read_manifest
 from ckptkit.formats.result_folder import ResultFolder, check_space, check_target
 from ckptkit.mapping.expr import Leaf
-from ckptkit.plan.plan import Plan
+from ckptkit.plan.plan import Plan, SourceChanged
 
 Progress = Callable[[int, int], Callable[[int], None]]
 
@@ -58,9 +57,10 @@ def write_plan(
                     source_digests=source.promised_digests,
                     progress=progress(plan.tensor_bytes, done_bytes) if progress else lambda _: None,
                 )  # fmt: skip
+            plan.check_sources()
             _write_small_files(plan, source, folder, sink.digests, counts)
         folder.commit()
-    except CoverageError:  # values that overflow: no run of this plan can end otherwise, so nothing is kept for one
+    except (CastOverflow, SourceChanged):  # no run of this plan can end otherwise, so nothing is kept for one
         shutil.rmtree(folder.partial)
         raise
     finally:
@@ -86,10 +86,7 @@ def _sink(folder: ResultFolder, plan: Plan, options: Options) -> Iterator[FileSi
 def _write_small_files(
     plan: Plan, source: Source, folder: ResultFolder, digests: dict[str, str], counts: dict[str, CastCount]
 ) -> None:
-    side = {}
-    for path, name in plan.side:
-        folder.copy(path, name)
-        side[name] = xxhash.xxh3_128_hexdigest(path.read_bytes())
+    side = {name: folder.copy(path, name) for path, name in plan.side}
     for name, data in plan.extra.items():
         folder.add(name, data)
         side[name] = xxhash.xxh3_128_hexdigest(data)
@@ -113,7 +110,7 @@ def _manifest(
             "files": [{"name": f.name, "bytes": f.stat().st_size} for f in checkpoint.files],
             "tensors": _source_digests(plan, source, digests),
         },
-        "files": [{"name": f.name, "bytes": f.size} for f in plan.files],
+        "files": [{"name": f.name, "bytes": f.size, "header": header_digest(f)} for f in plan.files],
         "side_files": side,
         **{key: [[f.name, f.reason] for f in getattr(plan, key)] for key in ("ignored", "dropped", "unmapped")},
         "tensors": {

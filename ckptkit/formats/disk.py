@@ -8,7 +8,11 @@ import fcntl
 import os
 from pathlib import Path
 
+import xxhash
+
 from ckptkit.errors import ResourceError
+
+COPY_BYTES = 1 << 20
 
 _WHY = {
     errno.ENOSPC: ("no space is left on the disk", "free some space"),
@@ -47,6 +51,47 @@ def write_file(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise disk_error(error, path) from error
+
+
+def copy_file(source: Path, target: Path) -> str:
+    """Copy a file through a small buffer, wait until it is on disk, and return the xxh3-128 of its bytes."""
+    state = xxhash.xxh3_128()
+    try:
+        data = source.open("rb")
+    except OSError as error:
+        raise _lost(source, error) from error
+    with data:
+        try:
+            target.unlink(missing_ok=True)
+            with target.open("xb") as file:
+                while block := data.read(COPY_BYTES):
+                    state.update(block)
+                    file.write(block)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise disk_error(error, target) from error
+    return state.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Return the xxh3-128 of a file's bytes; ResourceError when it cannot be read."""
+    state = xxhash.xxh3_128()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(COPY_BYTES):
+                state.update(block)
+    except OSError as error:
+        raise _lost(path, error) from error
+    return state.hexdigest()
+
+
+def _lost(path: Path, error: OSError) -> ResourceError:
+    return ResourceError(
+        f"cannot read `{path}`: {(error.strerror or str(error)).lower()}",
+        why="it was there when the conversion began, and the result should have a copy of it",
+        hint="put it back, then run the same command again: finished files are kept",
+    )
 
 
 def fsync_folder(folder: Path) -> None:

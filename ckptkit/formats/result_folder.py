@@ -28,7 +28,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptkit.errors import CorruptError, ResourceError, UsageError
-from ckptkit.formats.disk import Turn, disk_error, exchange, fsync_folder, fsync_tree, make_folder, write_file
+from ckptkit.formats.disk import (
+    Turn,
+    copy_file,
+    disk_error,
+    exchange,
+    fsync_folder,
+    fsync_tree,
+    make_folder,
+    write_file,
+)
 from ckptkit.formats.journal import JOURNAL, Journal
 from ckptkit.formats.manifest import MANIFEST, read_manifest
 from ckptkit.formats.target import check_space, check_target
@@ -112,17 +121,9 @@ class ResultFolder:
         """Write a small file from memory."""
         write_file(self.partial / name, data)
 
-    def copy(self, source: Path, name: str) -> None:
-        """Copy a side file, its bytes unchanged; ResourceError when it cannot be read any more."""
-        try:
-            data = source.read_bytes()
-        except OSError as error:
-            raise ResourceError(
-                f"cannot read `{source}`: {(error.strerror or str(error)).lower()}",
-                why="it was there when the conversion began, and the result should have a copy of it",
-                hint="put it back, then run the same command again: finished files are kept",
-            ) from error
-        self.add(name, data)
+    def copy(self, source: Path, name: str) -> str:
+        """Copy a side file, its bytes unchanged, and return their digest; ResourceError when it cannot be read."""
+        return copy_file(source, self.partial / name)
 
     def commit(self) -> None:
         """Give the finished folder its name; either the old result or the new one is there at any moment."""

@@ -19,7 +19,9 @@ from typing import Any
 import xxhash
 
 from ckptkit.cast import common_dtype
+from ckptkit.errors import CorruptError
 from ckptkit.formats.base import OutputFile
+from ckptkit.formats.disk import file_digest
 from ckptkit.mapping.expr import Expr, Leaf, leaves
 from ckptkit.types import TensorInfo, TensorSpec, value
 
@@ -140,11 +142,25 @@ class Plan:
             state.update("\n".join([*some, ""]).encode())
         return state.hexdigest()
 
+    @cached_property
+    def _source_state(self) -> list[str]:
+        return [look_at(path) for path in self.sources]
+
+    def check_sources(self) -> None:
+        """Raise SourceChanged when a source file is no longer the one that the digest saw."""
+        now = [look_at(path) for path in self.sources]
+        if now != self._source_state:
+            pairs = zip(self.sources, self._source_state, now, strict=True)
+            raise SourceChanged(
+                "the source changed while it was read",
+                items=[path.name for path, before, after in pairs if before != after],
+                why="the result would mix two checkpoints",
+                hint="let no other program write to the source, and start again",
+            )
+
     def _canonical(self) -> Iterator[str]:
         yield json.dumps([PLAN_SCHEMA, self.facts], sort_keys=True, default=str)
-        for path in self.sources:
-            stat = path.stat()
-            yield json.dumps([path.name, stat.st_size, stat.st_mtime_ns])
+        yield from self._source_state
         names = [quote(file.name) for file in self.files]
         for output in self.outputs:
             spec, made = output.spec, quote(describe(output.expr))
@@ -152,7 +168,7 @@ class Plan:
         for name, data in sorted(self.extra.items()):
             yield json.dumps([name, xxhash.xxh3_128_hexdigest(data)])
         for path, name in self.side:
-            yield json.dumps([name, xxhash.xxh3_128_hexdigest(path.read_bytes())])
+            yield json.dumps([name, file_digest(path)])
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain data: what `--dry-run --json` prints and `plan.json` holds."""
@@ -186,6 +202,22 @@ class Plan:
             "peak_memory_bytes": self.peak_memory_bytes,
             "read_amplification": round(self.read_amplification, 3),
         }
+
+
+class SourceChanged(CorruptError):
+    """A source file was written while it was read."""
+
+
+def look_at(path: Path) -> str:
+    """Return what tells a file from another, and from itself after a change: inode, size, times of data and inode.
+
+    The inode's time counts because a tool that copies in place can set the data's time back.
+    """
+    try:
+        stat = path.stat()
+    except OSError as error:
+        return f"{path.name} cannot be looked at: {error.strerror}"
+    return json.dumps([path.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev])
 
 
 def _output_row(output: OutputTensor) -> tuple[str, list[int], str, str]:

@@ -112,6 +112,21 @@ def test_the_unified_layout_has_its_map_and_no_name_that_hf_would_take() -> None
     }
 
 
+@pytest.mark.parametrize(("kind", "indent"), [(registry.HF, 2), (registry.MINDSPORE_SAFETENSORS, 4)])
+def test_an_index_is_the_text_that_json_dumps_writes(kind: str, indent: int) -> None:
+    odd = ["plain", 'with "quotes" and \\', "line\nbreak", "\u00e9\u4e2d\U0001f600"]
+    _, small = lay_out_checkpoint(kind, [TensorSpec(name, (4,), "U8") for name in odd], max_shard_bytes=4)
+    (text,) = (data.decode() for data in small.values())
+    assert text.rstrip("\n") == json.dumps(json.loads(text), indent=indent)
+    assert list(json.loads(text)["weight_map"]) == odd
+
+
+def test_a_map_without_tensors_is_an_empty_object() -> None:
+    _, small = lay_out_checkpoint(registry.MINDSPORE_SAFETENSORS, [], max_shard_bytes=4)
+    (text,) = (data.decode() for data in small.values())
+    assert text == json.dumps({"metadata": {"total_size": 0}, "weight_map": {}}, indent=4)
+
+
 def test_a_ckpt_is_one_file_whatever_its_size() -> None:
     (output,), small = lay_out_checkpoint(registry.CKPT, sizes(4, 4, 40), max_shard_bytes=4)
     assert (output.name, small) == ("model.ckpt", {})

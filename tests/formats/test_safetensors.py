@@ -317,6 +317,17 @@ def test_the_header_is_padded_with_spaces_to_a_multiple_of_eight(tmp_path: Path)
         assert json.loads(data[8 : 8 + size])["__metadata__"] == {"format": "pt"}
 
 
+@pytest.mark.parametrize("metadata", [{}, {"format": "pt", "note": 'a "quote"'}])
+def test_the_header_is_the_text_that_json_dumps_writes(metadata: dict[str, str]) -> None:
+    names = ["plain", 'with "quotes" and \\', "line\nbreak", "\u00e9\u4e2d\U0001f600"]
+    specs = [TensorSpec(name, shape, "BF16") for name, shape in zip(names, [(), (3,), (0, 2), (2, 3, 4)], strict=True)]
+    ((_, head),) = lay_out("x", specs, metadata).fixed
+    header = json.loads(head[8:])
+    assert head[8:].decode().rstrip(" ") == json.dumps(header, separators=(",", ":"), ensure_ascii=False)
+    assert header.pop("__metadata__", {}) == metadata
+    assert [(name, tuple(entry["shape"])) for name, entry in header.items()] == [(s.name, s.shape) for s in specs]
+
+
 def test_a_text_value_cannot_be_written() -> None:
     with pytest.raises(UsageError, match="`note`"):
         lay_out("x", [TensorSpec("note", (3,), "STR")], {})

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from op_cases import chains, numbered, regions
 
 from ckptkit.errors import CoverageError
-from ckptkit.mapping.expr import Expr, Leaf, Node, evaluate, granules, invert, leaves, node, pull, substitute
+from ckptkit.mapping.expr import Expr, Leaf, Node, evaluate, granules, invert, leaves, node, pull, renamed, substitute
 from ckptkit.mapping.op import Array
 from ckptkit.mapping.ops import Concat, Deinterleave, Index, Interleave, Pad, Slice, Stack, Transpose
 from ckptkit.types import Region
@@ -93,6 +93,37 @@ def test_back_and_there_again_is_the_target(both: Both) -> None:
     pairs = invert(neat, Leaf("target", neat.shape))
     again = substitute(neat, {leaf.name: back for leaf, back in pairs})
     assert again == Leaf("target", neat.shape)
+
+
+def rebuilt(expr: Expr, values: dict[str, Expr]) -> Expr:
+    """What `substitute` is to return, without a short way."""
+    if isinstance(expr, Leaf):
+        return values[expr.name]
+    return node(expr.op, [rebuilt(child, values) for child in expr.children])
+
+
+@given(chains())
+def test_substituting_is_building_anew(both: Both) -> None:
+    neat, _ = both
+    other_names: dict[str, Expr] = {leaf.name: Leaf(f"{leaf.name}!", leaf.shape) for leaf in leaves(neat)}
+    assert substitute(neat, other_names) == rebuilt(neat, other_names)
+    inverted: dict[str, Expr] = {leaf.name: back for leaf, back in invert(neat, Leaf("target", neat.shape))}
+    assert substitute(neat, inverted) == rebuilt(neat, inverted)
+
+
+@given(chains())
+def test_renaming_changes_the_names_of_all_leaves_and_nothing_else(both: Both) -> None:
+    for expr in both:
+        other = renamed(expr, "", "{layer}")
+        assert renamed(other, "{layer}", "") == expr
+        assert [leaf.shape for leaf in leaves(other)] == [leaf.shape for leaf in leaves(expr)]
+        assert all("{layer}" in leaf.name for leaf in leaves(other))
+
+
+def test_leaves_come_from_left_to_right() -> None:
+    a, b, c = (Leaf(name, (2, 3)) for name in "abc")
+    assert leaves(a) == (a,)
+    assert leaves(node(Concat(0), [node(Stack(0, 1), [b]), node(Stack(0, 2), [c, a])])) == (b, c, a)
 
 
 def test_leaves_that_a_region_does_not_need_are_not_pulled() -> None:
