@@ -19,6 +19,13 @@ from collections.abc import Sequence
 SHOWN_ITEMS = 5
 
 
+def printable(text: str) -> str:
+    """Return a text for one line of a terminal: what cannot be printed (line breaks, half characters) is escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class CkptkitError(Exception):
     """Say what happened, why it matters and how to fix it.
 
@@ -36,8 +43,8 @@ class CkptkitError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        lines = [self.what]
-        lines += [f"  {item}" for item in self.items[:SHOWN_ITEMS]]
+        lines = [printable(self.what)]
+        lines += [f"  {printable(item)}" for item in self.items[:SHOWN_ITEMS]]
         if len(self.items) > SHOWN_ITEMS:
             lines[-1] += f"   ... and {len(self.items) - SHOWN_ITEMS} more"
         if self.why:

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptkit.errors import printable
+
 REPORT_SCHEMA = 1
 _SHOWN_ROWS = 12
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole dotted word of digits
+_NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,17})(?![^.])")  # a whole dotted word, spelled as str(int) does
 
 
 @dataclass(slots=True)
@@ -49,15 +51,15 @@ class Report:
 
     def to_json(self) -> str:
         head = {"schema": REPORT_SCHEMA, "command": self.command, "ok": self.exit_code == 0}
-        return json.dumps(head | self.data, indent=1, ensure_ascii=False)
+        return json.dumps(head | self.data, indent=1)  # ASCII: a name may hold what no encoding can
 
     def to_text(self) -> str:
         width = max((len(label) for label, _ in self.rows), default=0)
-        lines = [self.headline]
+        lines = [printable(self.headline)]
         last = None
         for label, text in self.rows:
             shown = "" if label == last else label
-            lines.append(f"  {shown:<{width}}  {text}".rstrip())
+            lines.append(f"  {shown:<{width}}  {printable(text)}".rstrip())
             last = label
         return "\n".join(lines)
 
@@ -67,14 +69,13 @@ def fold_names(names: Iterable[str]) -> list[tuple[str, int]]:
 
     A set of numbers with gaps is listed, not spanned: `{0,2,5}`.
     """
-    groups: dict[str, list[tuple[int, ...]]] = {}
+    groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     for name in names:
         numbers = tuple(int(n) for n in _NUMBER.findall(name))
-        groups.setdefault(_NUMBER.sub("\0", name), []).append(numbers)
+        groups.setdefault(tuple(_NUMBER.split(name)), []).append(numbers)
     folded = []
-    for pattern, rows in groups.items():
+    for pieces, rows in groups.items():
         spans = [_span(sorted(set(column))) for column in zip(*rows, strict=True)]
-        pieces = pattern.split("\0")
         folded.append(("".join(piece + span for piece, span in zip(pieces, [*spans, ""], strict=True)), len(rows)))
     return folded
 

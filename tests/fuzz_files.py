@@ -36,7 +36,7 @@ from ckptkit.errors import CkptkitError, ResourceError  # noqa: E402
 from ckptkit.formats import mindspore_ckpt, safetensors, torch_pickle  # noqa: E402
 from ckptkit.formats.base import FileIndex  # noqa: E402
 from ckptkit.formats.io import read_region  # noqa: E402
-from ckptkit.formats.journal import Journal  # noqa: E402
+from ckptkit.formats.journal import JOURNAL, Journal  # noqa: E402
 
 MEMORY_BYTES = 512 << 20  # on top of what the process has when it begins
 SECONDS = 5.0  # for one reading, however busy the machine is
@@ -126,14 +126,14 @@ def journal(room: Path) -> tuple[list[Path], Reader]:
     begun.close()
 
     def read(damaged: Path) -> None:
-        (folder / "journal.jsonl").write_bytes(damaged.read_bytes())
+        (folder / JOURNAL).write_bytes(damaged.read_bytes())
         taken = Journal.take(folder)
         finished = taken.resume("a" * 32)
         taken.note_finished("more", {})
         assert taken.resume("a" * 32) == {**finished, "more": {}}
         taken.close()
 
-    (room / "sound").write_bytes((folder / "journal.jsonl").read_bytes())
+    (room / "sound").write_bytes((folder / JOURNAL).read_bytes())
     return [room / "sound"], read
 
 

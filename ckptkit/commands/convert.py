@@ -11,7 +11,7 @@ from typing import Any
 from ckptkit.cast import CastCount, parse_dtype
 from ckptkit.commands.cast_report import cast_data, cast_rows, cast_tensors
 from ckptkit.commands.choose import Choice, choose
-from ckptkit.commands.source import find_config, open_source
+from ckptkit.commands.source import Source, check_rules, find_config, open_source
 from ckptkit.commands.write import Options, Progress, write_plan
 from ckptkit.errors import CoverageError, UsageError
 from ckptkit.formats.base import Checkpoint
@@ -19,7 +19,7 @@ from ckptkit.formats.mindspore_ckpt import verify_crc
 from ckptkit.formats.result_folder import check_target
 from ckptkit.mapping.rules import resolve
 from ckptkit.mapping.tables import load_tables
-from ckptkit.plan.build import Target, build_plan
+from ckptkit.plan.build import Target, build_plan, rules_digest
 from ckptkit.plan.plan import Plan
 from ckptkit.report import Report, fold_names, human_bytes, listed
 
@@ -82,17 +82,18 @@ def convert(
     )  # fmt: skip
     size = parse_size(max_shard_size)
     target = Target(_kind(choice, format), size, tie_embeddings, allow_unmapped, wanted, clamp)
-    plan = _plan(source.checkpoint, choice, settings, side, target)
+    plan = _plan(source, choice, settings, side, target)
     if options.plan_file:
         _write_plan(options.plan_file, plan)
     counts = None if options.dry_run else write_plan(plan, source, dst, options, progress)
     return _report(plan, src, dst, choice, options, counts, time.perf_counter() - started)
 
 
-def _plan(
-    checkpoint: Checkpoint, choice: Choice, settings: dict[str, Any], side: Sequence[Path], target: Target
-) -> Plan:
+def _plan(source: Source, choice: Choice, settings: dict[str, Any], side: Sequence[Path], target: Target) -> Plan:
+    checkpoint = source.checkpoint
     source_rules, target_rules = (resolve(choice.family, settings, *spoke) for spoke in (choice.source, choice.target))
+    if source.manifest is not None:
+        check_rules(source, rules_digest(source_rules, checkpoint.tensors))
     return build_plan(checkpoint, source_rules, target_rules, target, config=settings, side=side, notes=choice.notes)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import UsageError
+from ckptkit.errors import CoverageError, UsageError
 from ckptkit.formats.base import Checkpoint
 from ckptkit.formats.manifest import compare_with_manifest, read_manifest
 from ckptkit.formats.model_config import read_config, side_files
@@ -41,6 +41,17 @@ def open_source(path: Path, *, unwrapped: bool = False) -> Source:
     if manifest is not None:
         compare_with_manifest(checkpoint, manifest)
     return Source(unwrap(checkpoint) if unwrapped else checkpoint, manifest)
+
+
+def check_rules(source: Source, digest: str) -> None:
+    """Raise CoverageError when the rules that would be used are not those that made the tensors of our own result."""
+    made = (source.manifest or {})["to"].get("rules")
+    if made is not None and made != digest:
+        raise CoverageError(
+            f"`{source.checkpoint.path}` was not made with this config.json and these tables",
+            why="another number of heads, or another row of a table, would cut its fused tensors in other places",
+            hint="use the config.json that lies beside it and the `--table` that made it; `ckptkit check` says what changed",
+        )
 
 
 def find_config(source: Source, given: Path | None) -> tuple[dict[str, Any], list[Path]]:

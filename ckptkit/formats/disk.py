@@ -10,7 +10,8 @@ from pathlib import Path
 
 import xxhash
 
-from ckptkit.errors import ResourceError
+from ckptkit.errors import CkptkitError, ResourceError
+from ckptkit.formats import files
 
 COPY_BYTES = 1 << 20
 
@@ -31,8 +32,11 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
-def disk_error(error: OSError, path: Path) -> ResourceError:
-    """Return the ResourceError that says what `error` means for `path`."""
+def disk_error(error: OSError, path: Path) -> CkptkitError:
+    """Return what `error` means for `path`: a ResourceError, or a UsageError for a path that cannot be."""
+    odd = files.name_error(path, error)
+    if odd is not None:
+        return odd
     why, remedy = _WHY.get(error.errno or 0, (str(error.strerror or error).lower(), "check the disk and the path"))
     return ResourceError(
         f"cannot write `{path.name}`: {why}",

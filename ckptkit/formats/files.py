@@ -7,6 +7,7 @@ tensors (`io.py`).
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -22,13 +23,20 @@ from ckptkit.types import TensorInfo
 
 HEAD_BYTES = 1024
 COMPARE_BYTES = 256 * 1024
+SHOWN_CHARACTERS = 200  # of a path that is too long
 
 SAFETENSORS = "safetensors"
 CKPT = "ckpt"
 TORCH = "torch"
 
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _ENCRYPTED = (b"\xd8\x5e\x3a\x7f", b"\xd9\x5e\x3a\x7f", b"\xda\x5e\x3a\x7f")  # AES-GCM, AES-CBC, SM4-CBC
 _POINTER = b"version https://git-lfs"
+_NO_NAMES = {
+    errno.ENAMETOOLONG: "the name is too long for the file system",
+    errno.ELOOP: "its links lead back to one another",
+    errno.ENOTDIR: "a part of it is a file and no folder",
+}
 
 
 @contextmanager
@@ -59,12 +67,48 @@ def open_descriptor(file: Path) -> int:
     return descriptor
 
 
+def name_error(path: Path | str, error: OSError) -> UsageError | None:
+    """Return the error to raise when `path` can be no file's name, which is what `error` says; None for others."""
+    why = _NO_NAMES.get(error.errno or 0)
+    shown = str(path) if len(str(path)) <= SHOWN_CHARACTERS else f"{str(path)[:SHOWN_CHARACTERS]}..."
+    return UsageError(f"`{shown}` cannot be a path: {why}", hint="choose another name") if why else None
+
+
+def look(path: Path) -> os.stat_result | None:
+    """Return what a path leads to, links followed, or None for nothing; UsageError when it can be no path."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if isinstance(error, NotADirectoryError):
+            return None
+        raise name_error(path, error) or open_error(path, error) from error
+
+
+def regular_file(path: Path, option: str) -> Path:
+    """Return `path` when it is a regular file; UsageError, before it is opened, when it is not.
+
+    `option` is where the user named it. A pipe would block, or give its bytes only once; a device may have no end.
+    """
+    found = look(path)
+    if found is None:
+        raise UsageError(f"no such file: `{path}` ({option})")
+    if not stat.S_ISREG(found.st_mode):
+        what = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or device"
+        raise UsageError(f"`{path}` ({option}) is {what}, not a regular file", hint="name a file on a disk")
+    return path
+
+
 def open_error(file: Path, error: OSError) -> CkptkitError:
     """Return the error to raise for a failed open of `file`."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         if file.is_symlink():
             return dangling_link(file)
         return UsageError(f"no such file: `{file}`")
+    odd = name_error(file, error)
+    if odd is not None:
+        return odd
     return ResourceError(f"cannot open `{file}`: {error.strerror}", hint="check the permissions and the disk")
 
 
@@ -213,7 +257,20 @@ def read_json_object(file: Path) -> dict[str, Any]:
         raise CorruptError(f"`{file}` is not valid JSON: {error}", hint="download or save the file again") from error
     if not isinstance(value, dict):
         raise CorruptError(f"`{file}` is not a JSON object", hint="download or save the file again")
+    if _SURROGATE.search(data):
+        _refuse_half_characters(file, value)
     return value
+
+
+def _refuse_half_characters(file: Path, value: dict[str, Any]) -> None:
+    """Raise CorruptError for one of the two halves of an escape like `\\ud83d\\ude00`: no file can hold it as text."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        odd = error.object[error.start].encode("unicode_escape").decode()
+        raise CorruptError(
+            f"`{file}` is not valid Unicode: `{odd}` is half a character", hint="save the file again"
+        ) from None
 
 
 def same_bytes(a: TensorInfo, b: TensorInfo) -> bool:

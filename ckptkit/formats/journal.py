@@ -1,4 +1,4 @@
-"""`journal.jsonl` in a folder under construction: which files are finished, and, by its lock, that somebody is at work.
+"""`.ckptkit-journal.jsonl` in a folder under construction: what is finished; its lock says that somebody is at work.
 
 The first line is `{"plan": digest}`; each other line is `{"file": name, "digests": {tensor: digest}}`, written when
 the file is on disk. A crash may tear the last line: what does not read is cut off before anything is added.
@@ -16,7 +16,7 @@ from typing import Any
 from ckptkit.errors import UsageError
 from ckptkit.formats.disk import disk_error, lock
 
-JOURNAL = "journal.jsonl"
+JOURNAL = ".ckptkit-journal.jsonl"  # hidden, so that no side file has this name
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ def _entry(line: bytes) -> dict[str, Any] | None:
     """Return a line of the journal as a dict of the known keys, or None for anything else."""
     try:
         entry = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(entry, dict):
         return None

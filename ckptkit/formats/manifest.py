@@ -42,7 +42,7 @@ def dump_manifest(manifest: Mapping[str, Any]) -> bytes:
     text = json.dumps(head, indent=1, ensure_ascii=False)[:-2]
     # one call for all rows, then a line break between them: inside a JSON text, `}, "` only ends an object
     rows = json.dumps(manifest["tensors"], ensure_ascii=False)[1:-1].replace('}, "', '},\n  "')
-    body = f'{text},\n "tensors": {{\n  {rows}\n }}'.encode()
+    body = f'{text},\n "tensors": {{\n  {rows}\n }}'.encode(errors="backslashreplace")  # a half character's escape
     return body + _seal(body)
 
 

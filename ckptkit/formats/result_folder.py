@@ -57,6 +57,9 @@ class ResultFolder:
     _turn: Turn = field(default_factory=Turn)
     _journal: Journal | None = None
 
+    def __post_init__(self) -> None:
+        self.target = Path(os.path.realpath(self.target))
+
     @property
     def partial(self) -> Path:
         return self.target.with_name(f"{self.target.name}.partial-{self.digest}")
@@ -71,7 +74,6 @@ class ResultFolder:
         Raises UsageError when another process is at work on `target`, when an unfinished result of another plan is
         in the way, or when the target is in use after what a crash left has been repaired.
         """
-        self.target = Path(os.path.realpath(self.target))
         try:
             make_folder(self.target.parent)
             self._turn.take(self.target.parent)

@@ -8,23 +8,36 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ckptkit.errors import ResourceError, UsageError
+from ckptkit.formats import files
 
 _SPARE_BYTES = 16 << 20
+_NAME_BYTES = 255  # of one name, on the file systems of Linux
+_UNFINISHED = re.compile(r"(.+)\.(?:partial|old)-[0-9a-f]{32}")
+_LONGEST_SUFFIX = len(".partial-") + 32
 
 
 def check_target(target: Path, sources: Iterable[Path], *, overwrite: bool) -> None:
-    """Raise UsageError when `target` is, holds, or lies inside a source, or is in use and not to be replaced."""
+    """Raise UsageError when `target` is, holds, or lies inside a source, or is in use and not to be replaced.
+
+    A source under a name that ckptkit gives to unfinished and to replaced results of `target` counts as inside it.
+    """
     real = Path(os.path.realpath(target))
     for source in sources:
-        origin = Path(os.path.realpath(source))
-        if real == origin or origin in real.parents or real in origin.parents:
+        if overlap(real, source):
             raise UsageError(
                 f"the output `{target}` is the same as, inside, or around the input `{source}`",
                 why="writing there could destroy the input while it is being read",
                 hint="choose an output folder outside the input",
             )
+    _check_name(target, real)
     if real.exists() and not real.is_dir():
         raise UsageError(f"the output `{target}` is a file", hint="name a folder: it will hold the result")
+    if _holds_working_folder(real):
+        raise UsageError(
+            f"the output `{target}` is the folder that you are in, or around it",
+            why="the finished folder takes the place of the old one, and you would be left in the old one",
+            hint="name a folder inside it",
+        )
     if _is_mount(real):
         raise UsageError(
             f"the output `{target}` is where a file system is mounted",
@@ -36,6 +49,35 @@ def check_target(target: Path, sources: Iterable[Path], *, overwrite: bool) -> N
             f"the output folder `{target}` is not empty",
             why="files of two results would be mixed",
             hint="choose another folder, or pass `--overwrite` to replace it when the new result is complete",
+        )
+
+
+def overlap(target: Path, source: Path) -> bool:
+    """Say whether a source is, holds, or lies inside `target` (a real path), or a folder that belongs to `target`."""
+    origin = Path(os.path.realpath(source))
+    if target == origin or origin in target.parents or target in origin.parents:
+        return True
+    places = [path for path in (origin, *origin.parents) if path.parent == target.parent]
+    return any(match[1] == target.name for path in places if (match := _UNFINISHED.fullmatch(path.name)))
+
+
+def _check_name(target: Path, real: Path) -> None:
+    """Raise UsageError for a name that the result, or its folder under construction, cannot have."""
+    files.look(target)  # a loop of links has no real path
+    if len(os.fsencode(real.name)) + _LONGEST_SUFFIX > _NAME_BYTES:
+        raise UsageError(
+            f"the name of the output, `{real.name[: files.SHOWN_CHARACTERS]}`, is too long",
+            why=f"with the {_LONGEST_SUFFIX} bytes that mark an unfinished result it has more than {_NAME_BYTES}",
+            hint="choose a shorter name",
+        )
+    parent = next((path for path in real.parents if files.look(path)), real)
+    if not parent.is_dir():
+        raise UsageError(f"the output `{target}` is inside `{parent}`, a file", hint="choose another folder")
+    if _UNFINISHED.fullmatch(real.name):
+        raise UsageError(
+            f"`{target}` is a name that ckptkit gives to unfinished and to replaced results",
+            why="it is removed when the result that it belongs to is made again",
+            hint="choose another name",
         )
 
 
@@ -56,6 +98,14 @@ def check_space(target: Path, needed_bytes: int) -> None:
             why="a conversion that runs out of space in the middle helps nobody",
             hint=f"free {needed_bytes + _SPARE_BYTES - free:,} bytes, or choose another disk",
         )
+
+
+def _holds_working_folder(folder: Path) -> bool:
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # it was removed
+        return False
+    return folder == here or folder in here.parents
 
 
 def _is_mount(folder: Path) -> bool:

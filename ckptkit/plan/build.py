@@ -9,11 +9,13 @@ and between two variants of one.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from ckptkit.cast import why_kept
 from ckptkit.errors import CoverageError
@@ -23,7 +25,7 @@ from ckptkit.mapping.expr import Expr, Leaf, leaves
 from ckptkit.mapping.rules import Rule, RuleSet
 from ckptkit.plan.express import express
 from ckptkit.plan.match import Match, match
-from ckptkit.plan.plan import Fate, OutputTensor, Plan
+from ckptkit.plan.plan import Fate, OutputTensor, Plan, describe
 from ckptkit.plan.prove import prove
 from ckptkit.types import DTYPES, TensorInfo, TensorSpec, value
 
@@ -72,7 +74,7 @@ def build_plan(
         dropped=tuple(matched.dropped),
         unmapped=tuple(matched.unmapped),
         notes=(*source.notes, *notes, *target_rules.warnings, *matched.notes, *edits),
-        facts=_facts(source, source_rules, target_rules, target),
+        facts=_facts(source, source_rules, target_rules, target, specs),
         compared_bytes=matched.compared_bytes,
         sources=source.files,
         kept=tuple(kept),
@@ -80,6 +82,18 @@ def build_plan(
     )
     prove(plan, source)
     return plan
+
+
+def rules_digest(rules: RuleSet, names: Container[str]) -> str:
+    """Return the xxh3-128 of how `rules` make the tensors called `names`: the ops of each, with their numbers.
+
+    A manifest records it, so that another config.json or an edited table is noticed before fused tensors are cut.
+    """
+    state = xxhash.xxh3_128()
+    for rule in rules.rules:
+        if rule.target in names:
+            state.update(f"{rule.target} = {describe(rule.expr)}\n".encode())
+    return state.hexdigest()
 
 
 @value
@@ -177,7 +191,9 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _facts(source: Checkpoint, source_rules: RuleSet, target_rules: RuleSet, target: Target) -> dict[str, Any]:
+def _facts(
+    source: Checkpoint, source_rules: RuleSet, target_rules: RuleSet, target: Target, specs: Sequence[TensorSpec]
+) -> dict[str, Any]:
     cast = {"cast": {"dtype": target.dtype, "clamp": target.clamp}} if target.dtype is not None else {}
     return {
         "family": target_rules.family,
@@ -192,6 +208,7 @@ def _facts(source: Checkpoint, source_rules: RuleSet, target_rules: RuleSet, tar
             "variant": target_rules.variant,
             "format": target.kind,
             "tables": list(target_rules.table_files),
+            "rules": rules_digest(target_rules, {spec.name for spec in specs}),
         },
         "layout": {"tp": 1, "pp": 1, "ep": 1, "dp": 1},
         **cast,

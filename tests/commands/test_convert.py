@@ -319,3 +319,27 @@ def test_the_base_layout_has_a_name_for_where_a_variant_has_equal_names(tmp_path
         convert(tmp_path / "ms", tmp_path / "back")
     convert(tmp_path / "ms", tmp_path / "back", from_variant="base")
     assert contents(tmp_path / "back") == contents(source)
+
+
+def test_an_edited_config_never_cuts_fused_tensors_elsewhere(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf", heads=4, kv_heads=2, hidden=32, head_dim=8)
+    convert(source, tmp_path / "ms", variant="qkv_concat")
+    path = tmp_path / "ms" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"rope_theta": 5.0, "bos_token_id": 7}))
+    convert(tmp_path / "ms", tmp_path / "back")  # fields that no rule depends on may change
+    path.write_text(json.dumps(config | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}))
+    with pytest.raises(CoverageError, match="was not made with this config.json"):
+        convert(tmp_path / "ms", tmp_path / "other")
+
+
+def test_an_edited_table_never_cuts_fused_tensors_elsewhere(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    table = tmp_path / "own.toml"
+    shipped = Path("mappings/mindformers-legacy/llama.qkv_concat.toml").read_text()
+    table.write_text(shipped.replace('{ op = "interleave", axis = 0, groups = "ffn" }', '{ op = "concat", axis = 0 }'))
+    convert(source, tmp_path / "ms", variant="qkv_concat", table=[table])
+    with pytest.raises(CoverageError, match="these tables"):
+        convert(tmp_path / "ms", tmp_path / "back")
+    convert(tmp_path / "ms", tmp_path / "back", table=[table])
+    assert contents(tmp_path / "back") == contents(source)
