@@ -17,6 +17,7 @@ from ckptkit.mapping.tables import Match, Tables
 
 Spoke = tuple[str, str]  # (dialect, variant)
 BASE = "base"  # how a user names the layout without a variant
+HUB = "hf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +46,48 @@ def choose(
 
     `variant` belongs to the side that is not HuggingFace; with two such sides, to the target.
     """
+    refuse_empty(
+        {"--model": model, "--from": from_dialect, "--to": to_dialect, "--variant": variant,
+         "--from-variant": from_variant}
+    )  # fmt: skip
     family, how, notes = _family(tables, config, model)
-    if from_variant is None and to_dialect in (None, "hf"):
-        from_variant = variant
-    origin = choose_source(source, tables, family, from_dialect, from_variant)
+    of_source = variant if from_variant is None and to_dialect in (None, HUB) else from_variant
+    origin = choose_source(source, tables, family, from_dialect, of_source)
+    check_hub_variant(tables, family, origin, from_variant, "--from-variant")
     target = to_dialect or ("mindformers" if origin[0] == "hf" else "hf")
     if target == "mindformers":
         target = tables.mindformers_dialect(family)
     _check_dialect(tables, family, target, "--to")
-    goal = (target, "" if target == "hf" else _check_variant(tables, family, target, variant))
+    goal = (target, "" if target == HUB else _check_variant(tables, family, target, variant))
+    if origin[0] == HUB or from_variant not in (None, variant):  # then `variant` is not the source's
+        check_hub_variant(tables, family, goal, variant, "--variant")
     return Choice(family, how, origin, goal, tuple(notes))
+
+
+def refuse_empty(told: Mapping[str, str | None]) -> None:
+    """Raise UsageError for an option that was given an empty word: an unset variable of a script, most likely."""
+    for option, word in told.items():
+        if word == "":
+            raise UsageError(f"`{option}` is empty", hint="give it a value, or leave it out")
+
+
+def check_hub_variant(tables: Tables, family: Family, spoke: Spoke, told: str | None, option: str) -> None:
+    """Raise UsageError for a variant that HuggingFace's naming does not have, if that is the spoke's."""
+    if spoke[0] == HUB:
+        _check_variant(tables, family, HUB, told, option)
+
+
+def type_text(config: Mapping[str, Any]) -> str:
+    """Return what config.json says of its type, for a sentence: `model_type "llama"`, or `no model_type`."""
+    kind = config.get("model_type")
+    return "no model_type" if kind is None else f'model_type "{kind}"'
 
 
 def _family(tables: Tables, config: Mapping[str, Any], model: str | None) -> tuple[Family, str, list[str]]:
     kind = config.get("model_type")
     if model is None:
         family = tables.for_config(config)
-        return family, f'config.json says model_type "{kind}"', _refusals(family, config)
+        return family, f"config.json says {type_text(config)}", _refusals(family, config)
     family = tables.family(model)
     notes = _refusals(family, config)
     if kind is not None and kind not in family.model_types:
@@ -174,12 +200,14 @@ def _check_dialect(tables: Tables, family: Family, dialect: str, option: str) ->
         )
 
 
-def _check_variant(tables: Tables, family: Family, dialect: str, told: str | None) -> str:
+def _check_variant(
+    tables: Tables, family: Family, dialect: str, told: str | None, option: str = "--variant"
+) -> str:
     known, variant = list(tables.variants(family, dialect)), _stored(told)
     if variant and variant not in known:
         raise UsageError(
             f"`{dialect}` of the {family.name} family has no variant `{variant}`",
             items=known or ["(none)"],
-            hint="choose one of these, or leave out `--variant`",
+            hint=f"choose one of these, or leave out `{option}`",
         )
     return variant

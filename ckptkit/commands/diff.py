@@ -13,20 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.commands.choose import Spoke, choose_source
+from ckptkit.commands.choose import Spoke, check_hub_variant, choose_source, refuse_empty, type_text
 from ckptkit.commands.diff_report import Sides, report_on
-from ckptkit.commands.source import Source, find_config
+from ckptkit.commands.source import Source, find_config, load_own_tables, manifest_of, open_named
 from ckptkit.compare import Comparer
 from ckptkit.errors import CoverageError, UsageError
 from ckptkit.execute import execute
 from ckptkit.formats.base import Checkpoint
-from ckptkit.formats.manifest import read_manifest
 from ckptkit.formats.model_config import read_config
-from ckptkit.formats.registry import open_checkpoint
 from ckptkit.formats.wrappers import unwrap
 from ckptkit.mapping.rows import Family
 from ckptkit.mapping.rules import RuleSet, resolve
-from ckptkit.mapping.tables import Tables, load_tables
+from ckptkit.mapping.tables import Tables
 from ckptkit.plan.pair import Pairing, Tied, pair_by_names, pair_by_rules
 from ckptkit.report import Report
 
@@ -85,8 +83,12 @@ def diff(
     of a side that its names or manifest do not. Raises UsageError, CorruptError or ResourceError.
     """
     asked = Asked(model, Path(config) if config else None, dialect_a, dialect_b, variant_a, variant_b)
+    refuse_empty(
+        {"--model": model, "--dialect-a": dialect_a, "--dialect-b": dialect_b, "--variant-a": variant_a,
+         "--variant-b": variant_b}
+    )  # fmt: skip
     one, two = _open(Path(a)), _open(Path(b))
-    settled = _settle(one, two, asked, load_tables([Path(t) for t in table]))
+    settled = _settle(one, two, asked, load_own_tables(table))
     pairing, rules = _pair(one, two, settled, asked)
     comparer = Comparer([output.spec for output in pairing.outputs], pairing.others)
     plan = pairing.plan()
@@ -101,12 +103,10 @@ def diff(
 
 def _open(path: Path) -> Source:
     """Open a side as it is: what contradicts a manifest is for the comparison to tell."""
-    if not path.exists() and not path.is_symlink():
-        raise UsageError(f"no such file or folder: `{path}`")
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_named(path)
     with suppress(CoverageError):  # adapters, and prefixes that only some names carry: compared as they are stored
         checkpoint = unwrap(checkpoint)
-    return Source(checkpoint, read_manifest(path) if path.is_dir() else None)
+    return Source(checkpoint, manifest_of(path))
 
 
 def _settle(a: Source, b: Source, asked: Asked, tables: Tables) -> _Settled:
@@ -134,6 +134,8 @@ def _settle(a: Source, b: Source, asked: Asked, tables: Tables) -> _Settled:
     if told_b or names_a != names_b:
         two = choose_source(b, tables, family, asked.dialect_b, asked.variant_b, options=options_b)
     one, two = one or two or ("hf", ""), two or one or ("hf", "")  # one of two with the same names stands for both
+    check_hub_variant(tables, family, one, asked.variant_a, "--variant-a")
+    check_hub_variant(tables, family, two, asked.variant_b, "--variant-b")
     how = "by equal names" if one == two else "A as a conversion to B's naming makes it"
     return _Settled(how, family, found, one, two)
 
@@ -165,7 +167,7 @@ def _family(a: Source, b: Source, config: Mapping[str, Any], asked: Asked, table
         except UsageError:
             if asked.anything:
                 raise
-            return f'no table for model_type "{each.get("model_type")}"'
+            return f"no table for {type_text(each)}"
         found[family.name] = family
     if len(found) > 1:
         return f"the two config.json files name two families, {' and '.join(found)}"

@@ -9,12 +9,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckptkit.commands.source import Source, open_source
+from ckptkit.commands.choose import type_text
+from ckptkit.commands.source import Source, load_own_tables, open_source
 from ckptkit.errors import CoverageError, UsageError
 from ckptkit.formats.base import Checkpoint
+from ckptkit.formats.files import regular_file
 from ckptkit.formats.model_config import read_config
 from ckptkit.formats.rank_folders import RankSet, find_ranks, open_ranks
-from ckptkit.mapping.tables import Tables, load_tables
+from ckptkit.mapping.tables import Tables
 from ckptkit.report import Report, fold_names, human_bytes, listed
 
 
@@ -43,7 +45,7 @@ def inspect(
     report = Report("inspect", f"`{path}`")
     report.data = _data(checkpoint)
     report.add("format", f"{checkpoint.kind}, {len(checkpoint.files)} file(s), {human_bytes(_file_bytes(checkpoint))}")
-    _add_naming(report, source, load_tables([Path(t) for t in table]))
+    _add_naming(report, source, load_own_tables(table))
     count = sum(t.num_elements for t in checkpoint.tensors.values())
     size = sum(t.num_bytes for t in checkpoint.tensors.values())
     report.add("tensors", f"{len(checkpoint.tensors)}, {count:,} elements, {human_bytes(size)}")
@@ -115,7 +117,7 @@ def _add_naming(report: Report, source: Source, tables: Tables) -> None:
         try:
             family = tables.for_config(config)
         except UsageError:
-            report.add("naming", f'no table for model_type "{config.get("model_type")}"')
+            report.add("naming", f"no table for {type_text(config)}")
             return
     matches = tables.detect(checkpoint.tensors.keys(), family)
     if not matches:
@@ -166,9 +168,10 @@ def _elements(found: Mapping[str, Any]) -> str:
 
 
 def _read_expected(path: Path) -> dict[str, list[int] | None]:
+    regular_file(path, "`--expect`")
     try:
         expected = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read `{path}`: {error}", hint="a JSON list of names, or {name: shape}") from None
     if isinstance(expected, list) and all(isinstance(name, str) for name in expected):
         return dict.fromkeys(expected)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CoverageError, UsageError
+from ckptkit.formats import files
 from ckptkit.formats.base import Checkpoint
 from ckptkit.formats.manifest import compare_with_manifest, read_manifest
-from ckptkit.formats.model_config import read_config, side_files
+from ckptkit.formats.model_config import CONFIG, read_config, side_files
 from ckptkit.formats.registry import open_checkpoint
 from ckptkit.formats.wrappers import unwrap
+from ckptkit.mapping.tables import Tables, load_tables
+
+SideFiles = list[tuple[Path, str]]  # (source, name in the result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +38,37 @@ def open_source(path: Path, *, unwrapped: bool = False) -> Source:
 
     `unwrapped` takes the prefixes of training wrappers off the names.
     """
-    if not path.exists() and not path.is_symlink():
-        raise UsageError(f"no such file or folder: `{path}`")
-    checkpoint = open_checkpoint(path)
-    manifest = read_manifest(path) if path.is_dir() else None
+    checkpoint = open_named(path)
+    manifest = manifest_of(path)
     if manifest is not None:
         compare_with_manifest(checkpoint, manifest)
     return Source(unwrap(checkpoint) if unwrapped else checkpoint, manifest)
+
+
+def open_named(path: Path) -> Checkpoint:
+    """Open the checkpoint that a user named; UsageError when there is nothing of that name."""
+    if files.look(path) is None and not path.is_symlink():
+        raise UsageError(f"no such file or folder: `{path}`")
+    return open_checkpoint(path)
+
+
+def manifest_of(path: Path) -> dict[str, Any] | None:
+    """Return the manifest of a folder, or what the one beside a weight file says of it; None where there is none."""
+    return read_manifest(path) if path.is_dir() else _manifest_of_file(path)
+
+
+def load_own_tables(paths: Sequence[str | Path]) -> Tables:
+    """Load the shipped tables and a user's own files, which must be regular ones."""
+    return load_tables([files.regular_file(Path(path), "a mapping table") for path in paths])
+
+
+def _manifest_of_file(path: Path) -> dict[str, Any] | None:
+    """Return the part of the manifest beside a weight file that is about this file, or None when none is."""
+    manifest = read_manifest(path.parent)
+    if manifest is None:
+        return None
+    rows = {name: row for name, row in manifest["tensors"].items() if row.get("file") == path.name}
+    return manifest | {"tensors": rows} if rows else None
 
 
 def check_rules(source: Source, digest: str) -> None:
@@ -50,18 +78,41 @@ def check_rules(source: Source, digest: str) -> None:
         raise CoverageError(
             f"`{source.checkpoint.path}` was not made with this config.json and these tables",
             why="another number of heads, or another row of a table, would cut its fused tensors in other places",
-            hint="use the config.json that lies beside it and the `--table` that made it; `ckptkit check` says what changed",
+            hint="use the config.json and the `--table` that made it; `ckptkit check` says whether config.json changed",
         )
 
 
-def find_config(source: Source, given: Path | None) -> tuple[dict[str, Any], list[Path]]:
-    """Return config.json as a dict and the side files; from `given` (a folder or a config.json) when it is named."""
+def find_config(source: Source, given: Path | None) -> tuple[dict[str, Any], SideFiles, list[str]]:
+    """Return config.json as a dict, the side files, and notes; from `given` (a folder or a config.json) if it is named.
+
+    Beside a folder given, or a file, what a source folder has under other names travels too.
+    """
     where = given or source.checkpoint.folder
-    file = where / "config.json" if where.is_dir() else where
+    if given is not None:
+        files.look(given)
+    file = where / CONFIG if where.is_dir() else where
     if not file.is_file():
         raise UsageError(
             f"no config.json for `{source.checkpoint.path}`" if given is None else f"no config.json at `{given}`",
             why="the model's sizes decide how fused tensors are cut",
             hint="pass `--config DIR`: a HuggingFace folder of this model, or its config.json",
         )
-    return read_config(file), side_files(file.parent) if where.is_dir() else [file]
+    config = read_config(file)
+    weights = {path.name for path in source.checkpoint.files}
+    own = [(path, path.name) for path in side_files(source.checkpoint.folder) if path.name not in weights]
+    if given is None:
+        return config, own, []
+    side = [(path, path.name) for path in side_files(where)] if where.is_dir() else [(file, CONFIG)]
+    taken = {name for _, name in side}
+    more = [pair for pair in own if pair[1] not in taken] if source.checkpoint.path.is_dir() else []
+    notes = [f"{files.listed([name for _, name in more])}: from SRC, as `--config` has none"] if more else []
+    return config, side + more, notes + _config_note(source, config)
+
+
+def _config_note(source: Source, config: Mapping[str, Any]) -> list[str]:
+    """Return a note when the config.json beside the source says otherwise than the one that is followed."""
+    if not (source.checkpoint.folder / CONFIG).is_file():
+        return []
+    own = read_config(source.checkpoint.folder)
+    odd = [key for key in {**config, **own} if config.get(key) != own.get(key)]
+    return [f"the config.json of SRC differs from that of `--config`, which counts, in {files.listed(odd)}"] if odd else []

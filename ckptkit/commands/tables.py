@@ -10,11 +10,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ckptkit.commands.choose import refuse_empty
+from ckptkit.commands.source import load_own_tables
 from ckptkit.errors import UsageError
 from ckptkit.formats.model_config import read_config
 from ckptkit.mapping.rows import DialectTable, Family, MapRow, OpSpec, TensorRow
 from ckptkit.mapping.schema import parse_file, read_toml
-from ckptkit.mapping.tables import HUB, Tables, load_tables
+from ckptkit.mapping.tables import HUB, Tables
 from ckptkit.report import Report, listed
 from ckptkit.types import Shape
 
@@ -23,7 +25,7 @@ Shapes = Mapping[str, tuple[Shape, tuple[Shape, ...]]]  # a row -> the shapes of
 
 def list_tables(*, table: Sequence[str | Path] = ()) -> Report:
     """List the families with their aliases, model_types, dialects and variants; `table` are files of your own."""
-    tables = load_tables([Path(t) for t in table])
+    tables = load_own_tables(table)
     families = [tables.family(name) for name in tables.families()]
     report = Report("tables list", f"{len(families)} families")
     report.data = {"families": [_family_data(tables, family) for family in families]}
@@ -49,7 +51,8 @@ def show_table(
     `dialect` is the family's MindFormers naming without one (HuggingFace's where there is none). With `config`, a
     folder or a config.json, shapes are numbers, those of the first layer that has the row; else they are formulas.
     """
-    tables = load_tables([Path(t) for t in table])
+    refuse_empty({"--dialect": dialect, "--variant": variant})
+    tables = load_own_tables(table)
     found = tables.family(family)
     dialect = _dialect(tables, found, dialect)
     chosen = found.table(dialect, variant or "")
@@ -87,7 +90,7 @@ def check_tables(
     UsageError, naming file and row, on the first fault; then the exit code is 2.
     """
     own = [Path(f) for f in (*files, *table)]
-    tables = load_tables(own)
+    tables = load_own_tables(own)
     checked = tables.check()
     report = Report("tables check", f"{len(checked)} tables are sound")
     for path in own:

@@ -25,11 +25,11 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 
-from ckptkit.errors import CorruptError, InternalError, UnsafeError, UsageError
+from ckptkit.errors import CkptkitError, CorruptError, InternalError, UnsafeError, UsageError
 from ckptkit.formats import files
 from ckptkit.formats.base import FileIndex, OutputFile
 from ckptkit.formats.mindspore_records import AGAIN, Record, scan
-from ckptkit.types import DTYPES, Extent, TensorInfo, TensorSpec, item_bytes
+from ckptkit.types import DTYPES, Extent, Shape, TensorInfo, TensorSpec, item_bytes
 
 PIECE_BYTES = 512 * 1024 * 1024
 NAME_LIMIT = 1024  # characters; MindSpore saves longer names and cannot load them
@@ -86,52 +86,59 @@ def lay_out(name: str, specs: Sequence[TensorSpec]) -> OutputFile:
     """
     fixed = []
     extents: dict[str, tuple[Extent, ...]] = {}
+    heads: dict[tuple[str, Shape, int, int], tuple[bytes, bytes]] = {}  # what many records have in common
     position = 0
     for spec in specs:
-        _check_writable(name, spec)
-        if spec.name in extents:
-            raise InternalError(f"two tensors named `{spec.name}` for `{name}`")
+        key, num_bytes, text = spec.name, spec.num_bytes, spec.name.encode()
+        if not num_bytes or key in extents or len(key) > NAME_LIMIT or DTYPES[spec.dtype].mindspore is None:
+            raise _unwritable(name, spec)
         pieces = []
-        for start in range(0, spec.num_bytes, PIECE_BYTES):
-            size = min(PIECE_BYTES, spec.num_bytes - start)
-            head = _record_head(spec, size)
+        for start in range(0, num_bytes, PIECE_BYTES):
+            size = min(PIECE_BYTES, num_bytes - start)
+            kind = (spec.dtype, spec.shape, size, len(text))
+            around = heads.get(kind)
+            if around is None:
+                around = heads[kind] = _around_name(spec, size, len(text))
+            head = text.join(around)
             fixed.append((position, head))
-            pieces.append(Extent(position + len(head), size))
-            position += len(head) + size
-        extents[spec.name] = tuple(pieces)
+            position += len(head)
+            pieces.append(Extent(position, size))
+            position += size
+        extents[key] = tuple(pieces)
     return OutputFile(name, position, tuple(fixed), extents)
 
 
-def _check_writable(name: str, spec: TensorSpec) -> None:
-    """Raise UsageError for a tensor that cannot go in a `.ckpt` file."""
+def _unwritable(name: str, spec: TensorSpec) -> CkptkitError:
+    """Return the error for a tensor that cannot go in a `.ckpt` file."""
     if DTYPES[spec.dtype].mindspore is None:
-        raise UsageError(
+        return UsageError(
             f"`{name}` cannot hold `{spec.name}`: MindSpore's .ckpt format has no `{spec.dtype}`",
             hint="write safetensors (`--format safetensors`), or convert the dtype",
         )
     if not prod(spec.shape):
-        raise UsageError(
+        return UsageError(
             f"`{name}` cannot hold `{spec.name}`: its shape {list(spec.shape)} has no elements",
             why="MindSpore drops such tensors from .ckpt files in silence",
             hint="write safetensors (`--format safetensors`)",
         )
     if len(spec.name) > NAME_LIMIT:
-        raise UsageError(
+        return UsageError(
             f"a name for `{name}` has {len(spec.name)} characters: `{spec.name[:40]}...`",
             why=f"MindSpore cannot load names over {NAME_LIMIT} characters from a .ckpt file",
             hint="write safetensors (`--format safetensors`)",
         )
+    return InternalError(f"two tensors named `{spec.name}` for `{name}`")
 
 
-def _record_head(spec: TensorSpec, size: int) -> bytes:
-    """Return the bytes of a record that come before its `size` bytes of content."""
+def _around_name(spec: TensorSpec, size: int, name_bytes: int) -> tuple[bytes, bytes]:
+    """Return what comes before and after the name, of `name_bytes`, in a record with `size` bytes of content."""
     shape = (0,) if spec.dtype == "STR" else spec.shape
     kind = DTYPES[spec.dtype].mindspore or ""
     dims = b"".join(b"\x08" + _varint(length) for length in shape)
     tensor = dims + b"\x12" + _sized(kind.encode()) + b"\x1a" + _varint(size)
-    tag = b"\x0a" + _sized(spec.name.encode())
-    value = tag + b"\x12" + _varint(len(tensor) + size) + tensor
-    return b"\x0a" + _varint(len(value) + size) + value
+    before, after = b"\x0a" + _varint(name_bytes), b"\x12" + _varint(len(tensor) + size) + tensor
+    value_bytes = len(before) + name_bytes + len(after) + size
+    return b"\x0a" + _varint(value_bytes) + before, after
 
 
 def _varint(value: int) -> bytes:

@@ -52,12 +52,13 @@ def build_plan(
     target: Target,
     *,
     config: Mapping[str, Any],
-    side: Sequence[Path] = (),
+    side: Sequence[tuple[Path, str]] = (),
     notes: Sequence[str] = (),
 ) -> Plan:
     """Return the proved plan that turns `source` into `target_rules`' naming.
 
-    `config` is the parsed config.json and `side` are the files to copy beside the weights. Raises CoverageError
+    `config` is the parsed config.json and `side` are the files to copy beside the weights, each with
+    its name there. Raises CoverageError
     when a tensor is missing, misshapen, unmapped or contradictory.
     """
     matched = match(source, source_rules, tie=target.tie, allow_unmapped=target.allow_unmapped)
@@ -69,7 +70,7 @@ def build_plan(
         outputs=_placed(parts, files),
         files=tuple(files),
         extra={**extra, **edited},
-        side=tuple((path, path.name) for path in side if path.name not in edited),
+        side=tuple((path, name) for path, name in side if name not in edited),
         ignored=tuple(matched.ignored),
         dropped=tuple(matched.dropped),
         unmapped=tuple(matched.unmapped),
@@ -177,10 +178,10 @@ def _config_changes(
 
 
 def _edit_config(
-    config: Mapping[str, Any], side: Sequence[Path], changes: Mapping[str, tuple[Any, Any]]
+    config: Mapping[str, Any], side: Sequence[tuple[Path, str]], changes: Mapping[str, tuple[Any, Any]]
 ) -> tuple[dict[str, bytes], list[str]]:
     """Return config.json rewritten with `changes`, and a note of each; nothing when it can travel as a byte copy."""
-    if not changes or not any(path.name == "config.json" for path in side):
+    if not changes or not any(name == "config.json" for _, name in side):
         return {}, []
     changed = {**config, **{key: new for key, (_, new) in changes.items()}}
     notes = [f"config.json: {key} {_plain(old)} -> {_plain(new)}" for key, (old, new) in changes.items()]

@@ -13,7 +13,7 @@ from typing import Literal
 
 from ckptkit.errors import CoverageError
 from ckptkit.formats.base import Checkpoint
-from ckptkit.formats.files import same_bytes
+from ckptkit.formats.io import same_values
 from ckptkit.mapping.rules import Rule, RuleSet, Tie
 from ckptkit.plan.plan import Fate
 from ckptkit.types import TensorInfo
@@ -46,7 +46,7 @@ def match(source: Checkpoint, rules: RuleSet, *, tie: bool = False, allow_unmapp
     _refuse_empty(source)
     if result.tied:
         for pair in rules.ties:
-            _resolve_tie(pair, result)
+            _resolve_tie(pair, result, told=not rules.tied)
     lacking = [name for name in expected if name not in found] if len(found) < len(expected) else []
     missing = [name for name in lacking if name not in result.absent and not expected[name].optional]
     _sort_out(rest, rules, result)
@@ -70,8 +70,11 @@ def _refuse_empty(source: Checkpoint) -> None:
         )
 
 
-def _resolve_tie(pair: Tie, result: Match) -> None:
-    """Settle a tied pair: either twin suffices; two equal ones are one; two different ones are untied."""
+def _resolve_tie(pair: Tie, result: Match, *, told: bool) -> None:
+    """Settle a tied pair: either twin suffices; two equal ones are one; two different ones are untied.
+
+    `told` says that it is the user's word that they are tied, and not config.json's.
+    """
     name, twin = pair.target, pair.target_twin
     head, embedding = result.found.get(name), result.found.get(twin)
     if head is None:
@@ -84,11 +87,17 @@ def _resolve_tie(pair: Tie, result: Match) -> None:
         result.absent.add(name)
         return
     result.compared_bytes += head.num_bytes + embedding.num_bytes
-    if same_bytes(head, embedding):
+    if same_values(head, embedding):
         result.notes.append(f"`{name}` is bit-equal to its tied twin `{twin}`: one copy is written")
         result.dropped.append(Fate(name, f"bit-equal to its tied twin `{twin}`"))
         del result.found[name]
         result.absent.add(name)
+    elif told:
+        raise CoverageError(
+            f"`--tie-embeddings` says that `{name}` is `{twin}`, but both are stored and differ",
+            why="one of them would be lost",
+            hint="leave out `--tie-embeddings`: both are kept then",
+        )
     else:
         result.tied = False
         result.notes.append(

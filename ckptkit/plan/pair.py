@@ -14,7 +14,7 @@ from typing import Literal
 
 from ckptkit.cast import common_dtype, why_kept
 from ckptkit.formats.base import Checkpoint
-from ckptkit.formats.files import same_bytes
+from ckptkit.formats.io import same_values
 from ckptkit.mapping.expr import Expr, Leaf, leaves
 from ckptkit.mapping.rules import Rule, RuleSet, Tie
 from ckptkit.plan.express import express
@@ -227,4 +227,4 @@ def _one_name(output: OutputTensor) -> str:
 
 def _equal(a: TensorInfo | None, b: TensorInfo | None) -> bool:
     """Say whether two tensors are bit-equal, as far as that can be read in a straight line."""
-    return a is not None and b is not None and a.strides is None and b.strides is None and same_bytes(a, b)
+    return a is not None and b is not None and same_values(a, b)

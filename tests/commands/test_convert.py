@@ -343,3 +343,42 @@ def test_an_edited_table_never_cuts_fused_tensors_elsewhere(tmp_path: Path) -> N
         convert(tmp_path / "ms", tmp_path / "back")
     convert(tmp_path / "ms", tmp_path / "back", table=[table])
     assert contents(tmp_path / "back") == contents(source)
+
+
+def test_the_users_word_on_ties_does_not_lose_a_head(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    with pytest.raises(CoverageError, match="both are stored and differ"):
+        convert(source, tmp_path / "ms", tie_embeddings=True)
+
+
+def test_one_file_of_our_folder_still_has_its_manifest(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    convert(source, tmp_path / "ms", variant="qkv_concat", format="ckpt")
+    with pytest.raises(UsageError, match="ckptkit.json says"):
+        convert(tmp_path / "ms" / "model.ckpt", tmp_path / "back", variant="qkv_concat-1.4")
+    convert(tmp_path / "ms" / "model.ckpt", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(source)
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_that_is_a_view_is_compared_by_its_elements(tmp_path: Path, tied: bool) -> None:
+    """A square embedding and its transposed view have the same storage, and other values."""
+    torch = pytest.importorskip("torch")
+    source = make_hf_plain(tmp_path / "hf", tied=True, vocab=32, hidden=32)
+    tensors = {
+        n: torch.from_numpy(a.view("float32").copy())
+        for n, a in tensors_of(TinyModel(tied=True, vocab=32, hidden=32)).items()
+    }
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.t().contiguous().t() if tied else embedding.t()
+    (source / "model.safetensors").unlink()
+    torch.save(tensors, source / "pytorch_model.bin")
+    report = convert(source, tmp_path / "ms")
+    assert ("bit-equal" in row(report, "note")) is tied
+    convert(tmp_path / "ms", tmp_path / "back")
+    back = contents(tmp_path / "back")
+    assert ("lm_head.weight" in back) is not tied
+    assert back["model.embed_tokens.weight"][2] == embedding.numpy().tobytes()
+    if not tied:
+        assert back["lm_head.weight"][2] == embedding.t().contiguous().numpy().tobytes()
