@@ -13,22 +13,26 @@ A table for each command (`[tables.show]` for one of a group); keys are the long
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import UsageError
+from ckptkit.formats.files import look, regular_file
 
 SETTINGS_FILE = "ckptkit.toml"
 
 
 def default_map(path: Path, root: Any) -> dict[str, dict[str, Any]]:
     """Return a default map for typer's command `root`, {} without a file; UsageError names a key that no option has."""
-    if not path.is_file():
+    if look(path) is None:
         return {}
     try:
-        settings = tomllib.loads(path.read_text())
+        settings = tomllib.loads(regular_file(path, "defaults for options").read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"`{path}` is not valid TOML: {error}") from None
+    except RecursionError:
+        raise UsageError(f"`{path}` is nested too deeply", hint="one table a command is all that it needs") from None
     return _group_defaults(path, "", settings, root)
 
 
@@ -52,7 +56,7 @@ def _command_defaults(path: Path, name: str, table: object, command: Any) -> dic
     known = {}
     for parameter in command.params:
         words = [o.lstrip("-") for o in parameter.opts] if parameter.param_type_name == "option" else [parameter.name]
-        known.update({word: parameter.name for word in words if word})
+        known.update({word: parameter for word in words if word})
     unknown = [key for key in table if key not in known]
     if unknown:
         raise UsageError(
@@ -60,4 +64,23 @@ def _command_defaults(path: Path, name: str, table: object, command: Any) -> dic
             items=unknown,
             hint="known keys: " + ", ".join(sorted(known)),
         )
-    return {str(known[key]): value for key, value in table.items()}
+    for key, value in table.items():
+        expected, fits = _expected(known[key])
+        if not fits(value):
+            raise UsageError(f"`{path}`: `{key}` must be {expected}, and is {value!r}", hint=f"look at `[{name}]`")
+    return {str(known[key].name): value for key, value in table.items()}
+
+
+def _expected(parameter: Any) -> tuple[str, Callable[[object], bool]]:
+    """Return what an option's value must be: in words, and as a test. What may be in it, its own parser says."""
+    if getattr(parameter, "is_flag", False):
+        return "true or false", lambda value: isinstance(value, bool)
+    if getattr(parameter, "multiple", False) or parameter.nargs == -1:
+        return "a list of texts", lambda value: isinstance(value, list) and all(map(_is_text, value))
+    if parameter.type.name.startswith("int"):
+        return "a whole number", lambda value: type(value) is int
+    return "a text", _is_text
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and "\0" not in value

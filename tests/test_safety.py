@@ -222,7 +222,6 @@ def test_an_output_that_replaces_the_folder_given_as_config_is_refused(tmp_path:
     assert listing(source) == before
 
 
-@pytest.mark.xfail(strict=True, reason="convert writes --plan over any file")
 def test_a_plan_file_that_is_an_input_is_refused(tmp_path: Path, source: Path) -> None:
     before = listing(source)
     assert run(["convert", str(source), str(tmp_path / "out"), "--plan", str(source / "config.json")]) == 2

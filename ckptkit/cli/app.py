@@ -5,6 +5,7 @@ What does not live here: the commands (their own files), errors and exit codes (
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Annotated
 import typer
 
 from ckptkit import __version__
+from ckptkit.errors import ResourceError
 from ckptkit.report import Report
 from ckptkit.settings import SETTINGS_FILE
 
@@ -43,9 +45,28 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def emit(report: Report, as_json: bool) -> None:
-    """Print a report to stdout and leave with its exit code."""
-    typer.echo(report.to_json() if as_json else report.to_text())
+    """Print a report to stdout and leave with its exit code; ResourceError when it cannot be written.
+
+    Whoever reads stdout may stop at any line, as `head` does: that is no error.
+    """
+    error = say(report.to_json() if as_json else report.to_text())
+    if error is not None and not isinstance(error, BrokenPipeError):
+        raise ResourceError(
+            f"the report cannot be written to stdout: {(error.strerror or str(error)).lower()}",
+            why="the command itself is complete, only the report is lost",
+            hint="send stdout elsewhere",
+        )
     raise typer.Exit(report.exit_code)
+
+
+def say(text: str, *, stream: str = "stdout") -> OSError | None:
+    """Print a text to `stdout` or `stderr`; return what went wrong, and leave that stream alone from then on."""
+    try:
+        print(text, file=getattr(sys, stream), flush=True)
+    except OSError as error:
+        setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115 - else python tries again at its end
+        return error
+    return None
 
 
 def progress_bar(wanted: bool) -> Callable[[int, int], Callable[[int], None]] | None:

@@ -6,7 +6,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,8 +17,9 @@ from ckptkit.cli import convert as _convert
 from ckptkit.cli import env as _env
 from ckptkit.cli import look as _look
 from ckptkit.cli import tables as _tables
-from ckptkit.cli.app import app
+from ckptkit.cli.app import app, say
 from ckptkit.errors import CkptkitError, InternalError, ResourceError, UsageError
+from ckptkit.formats.files import name_error
 from ckptkit.report import REPORT_SCHEMA
 from ckptkit.settings import SETTINGS_FILE, default_map
 
@@ -36,56 +38,64 @@ class _Stopped(BaseException):
 
 def run(args: Sequence[str]) -> int:
     """Run the command line on `args` and return the exit code; every error is printed here, and nowhere else."""
+    as_json = "--json" in args
     try:
         command = typer.main.get_command(app)
         defaults = default_map(Path(SETTINGS_FILE), command)
+        as_json = as_json or _json_by_default(defaults, args)
         result = command.main(list(args), prog_name="ckptkit", standalone_mode=False, default_map=defaults)
         return result if isinstance(result, int) else 0
     except CkptkitError as error:
-        return _fail(error, args)
+        return _fail(error, args, as_json)
     except ClickError as error:
-        return _fail_usage(error, args)
+        return _fail_usage(error, args, as_json)
     except _Stopped as stop:
         return _say_stopped(stop.number)
     except (KeyboardInterrupt, typer.Abort):
         return _say_stopped(signal.SIGINT)
-    except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        return 0
     except MemoryError:
-        return _fail(ResourceError("memory ran out", hint="use fewer `--workers`"), args)
+        return _fail(ResourceError("memory ran out", hint="use fewer `--workers`"), args, as_json)
     except OSError as error:
-        return _fail(ResourceError(f"the system reports: {error}", hint="check the disk and the permissions"), args)
+        other = ResourceError(f"the system reports: {error}", hint="check the disk and the permissions")
+        return _fail(name_error(str(error.filename), error) or other, args, as_json)
     except Exception as error:
         if os.environ.get("CKPTKIT_DEBUG"):
             raise
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         hint = "this is a bug in ckptkit: please report it; CKPTKIT_DEBUG=1 shows where it happened"
-        return _fail(InternalError(f"internal error: {what}", hint=hint), args)
+        return _fail(InternalError(f"internal error: {what}", hint=hint), args, as_json)
+
+
+def _json_by_default(defaults: Mapping[str, Any], args: Sequence[str]) -> bool:
+    """Say whether the settings ask for JSON for the command in `args`."""
+    for arg in args:
+        if isinstance(defaults.get(arg), dict):
+            defaults = defaults[arg]
+    return defaults.get("as_json") is True
 
 
 def _say_stopped(number: int) -> int:
     how = "no part of a result has been given its final name; run the same command again to continue"
-    print(f"\n{STOPPED[signal.Signals(number)]}: {how}", file=sys.stderr)
+    say(f"\n{STOPPED[signal.Signals(number)]}: {how}", stream="stderr")
     return 128 + number
 
 
-def _fail_usage(error: Any, args: Sequence[str]) -> int:
+def _fail_usage(error: Any, args: Sequence[str], as_json: bool) -> int:
     """Print an error of the option parser: the help itself when there were no arguments at all."""
     message = error.format_message()
     if type(error).__name__ == "NoArgsIsHelpError":
-        print(message, file=sys.stderr)
+        say(message, stream="stderr")
         return UsageError.exit_code
     context = getattr(error, "ctx", None)
     what = message[:1].lower() + message[1:].rstrip(".")
-    return _fail(UsageError(what, hint=context.get_usage() if context else ""), args)
+    return _fail(UsageError(what, hint=context.get_usage() if context else ""), args, as_json)
 
 
-def _fail(error: CkptkitError, args: Sequence[str]) -> int:
+def _fail(error: CkptkitError, args: Sequence[str], as_json: bool) -> int:
     red, plain = ("\033[31m", "\033[0m") if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else ("", "")
-    print(f"{red}error:{plain} {error}", file=sys.stderr)
-    if "--json" in args:
-        print(json.dumps(_error_data(error, args), indent=1, ensure_ascii=False))
+    say(f"{red}error:{plain} {error}", stream="stderr")
+    if as_json:
+        say(json.dumps(_error_data(error, args), indent=1))
     return error.exit_code
 
 
@@ -98,10 +108,21 @@ def _error_data(error: CkptkitError, args: Sequence[str]) -> dict[str, Any]:
 
 def main() -> NoReturn:
     """Run the command line on this process's arguments."""
+    _open_streams()
     for number in STOPPED:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _stop)
     sys.exit(run(sys.argv[1:]))
+
+
+def _open_streams() -> None:
+    """Put something in the place of streams that were closed, before a file of a checkpoint gets their numbers."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # what a plain locale cannot show
 
 
 def _stop(number: int, _: object) -> NoReturn:

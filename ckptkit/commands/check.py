@@ -9,6 +9,7 @@ import xxhash
 
 from ckptkit.commands.source import Source, open_source
 from ckptkit.errors import CorruptError
+from ckptkit.formats.disk import file_digest
 from ckptkit.formats.files import opened, pread, size_of
 from ckptkit.formats.io import FilePool
 from ckptkit.formats.manifest import MANIFEST
@@ -34,7 +35,7 @@ def check(path: str | Path, *, progress: Callable[[int, int], Callable[[int], No
         if source.checkpoint.kind == "ckpt":
             verify_crc(file)
     promised = source.promised_digests
-    wrong = _wrong_tensors(tensors, promised, advance) + _wrong_headers(source) + _wrong_side_files(path, source)
+    wrong = _wrong_tensors(tensors, promised, advance) + _wrong_headers(source) + _wrong_side_files(source)
     if wrong:
         raise CorruptError(
             f"{len(wrong)} items of `{path}` are not what {MANIFEST} promises",
@@ -45,6 +46,8 @@ def check(path: str | Path, *, progress: Callable[[int, int], Callable[[int], No
     report = Report("check", f"`{path}` is sound")
     report.add("tensors", f"{len(tensors)}, {human_bytes(total)}: structure as the format demands")
     if promised:
+        if len(promised) < len(tensors):
+            report.headline = f"`{path}`: structure checked, and the bytes of {len(promised)} of {len(tensors)} tensors"
         report.add("digests", f"{len(promised)} of {len(tensors)} tensors have the bytes that {MANIFEST} promises")
     else:
         report.headline = f"`{path}`: structure checked, bytes not"
@@ -106,12 +109,12 @@ def _digest_around(file: Path, extents: list[Extent]) -> str:
     return state.hexdigest()
 
 
-def _wrong_side_files(path: Path, source: Source) -> list[str]:
+def _wrong_side_files(source: Source) -> list[str]:
     wrong = []
     for name, digest in (source.manifest or {}).get("side_files", {}).items():
-        file = path / name
+        file = source.checkpoint.folder / name
         if not file.is_file():
             wrong.append(f"{name} is gone")
-        elif xxhash.xxh3_128_hexdigest(file.read_bytes()) != digest:
+        elif file_digest(file) != digest:
             wrong.append(name)
     return wrong

@@ -7,6 +7,7 @@ bytes show (config.json, tensor names). Two answers that fit equally well are ne
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,12 +88,28 @@ def _family(tables: Tables, config: Mapping[str, Any], model: str | None) -> tup
     kind = config.get("model_type")
     if model is None:
         family = tables.for_config(config)
-        return family, f"config.json says {type_text(config)}", _refusals(family, config)
+        notes = _refusals(family, config) + _other_architecture(tables, family, config)
+        return family, f"config.json says {type_text(config)}", notes
     family = tables.family(model)
     notes = _refusals(family, config)
     if kind is not None and kind not in family.model_types:
-        notes.append(f'`--model {model}` was followed, though config.json says model_type "{kind}"')
+        notes.append(f"`--model {model}` was followed, though config.json says {type_text(config)}")
     return family, f"`--model {model}`", notes
+
+
+def _other_architecture(tables: Tables, family: Family, config: Mapping[str, Any]) -> list[str]:
+    """Return a note when config.json names architectures of another family than its model_type."""
+    named = config.get("architectures")
+    if not isinstance(named, list) or any(name in family.catalogue.architectures for name in named):
+        return []
+    with suppress(UsageError):
+        other = tables.for_config({"architectures": [name for name in named if isinstance(name, str)]})
+        if other.name != family.name:
+            names = ", ".join(map(str, named))
+            return [
+                f"config.json says {type_text(config)}, which was followed, and architectures {names} ({other.name})"
+            ]
+    return []
 
 
 def _refusals(family: Family, config: Mapping[str, Any]) -> list[str]:
@@ -200,9 +217,7 @@ def _check_dialect(tables: Tables, family: Family, dialect: str, option: str) ->
         )
 
 
-def _check_variant(
-    tables: Tables, family: Family, dialect: str, told: str | None, option: str = "--variant"
-) -> str:
+def _check_variant(tables: Tables, family: Family, dialect: str, told: str | None, option: str = "--variant") -> str:
     known, variant = list(tables.variants(family, dialect)), _stored(told)
     if variant and variant not in known:
         raise UsageError(

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ckptkit.cast import CastCount, parse_dtype
 from ckptkit.commands.cast_report import cast_data, cast_rows, cast_tensors
 from ckptkit.commands.choose import Choice, choose
-from ckptkit.commands.source import Source, check_rules, find_config, open_source
+from ckptkit.commands.plan_file import check_plan_file, write_plan_file
+from ckptkit.commands.source import SideFiles, Source, check_rules, find_config, load_own_tables, open_source
 from ckptkit.commands.write import Options, Progress, write_plan
 from ckptkit.errors import CoverageError, UsageError
 from ckptkit.formats.base import Checkpoint
 from ckptkit.formats.mindspore_ckpt import verify_crc
 from ckptkit.formats.result_folder import check_target
 from ckptkit.mapping.rules import resolve
-from ckptkit.mapping.tables import load_tables
 from ckptkit.plan.build import Target, build_plan, rules_digest
 from ckptkit.plan.plan import Plan
 from ckptkit.report import Report, fold_names, human_bytes, listed
@@ -74,8 +76,10 @@ def convert(
     read = [src, *source.checkpoint.files, *(Path(path) for path in (*table, *([config] if config else [])))]
     check_target(dst, read, overwrite=options.overwrite or options.dry_run)
     wanted = _dtype(dtype, clamp, source.checkpoint)
-    settings, side = find_config(source, Path(config) if config else None)
-    tables = load_tables([Path(t) for t in table])
+    settings, side, notes = find_config(source, Path(config) if config else None)
+    if options.plan_file:
+        check_plan_file(options.plan_file, dst, [*read, *(path for path, _ in side)])
+    tables = load_own_tables(table)
     choice = choose(
         source, settings, tables, model=model, from_dialect=from_dialect, to_dialect=to_dialect,
         variant=variant, from_variant=from_variant,
@@ -83,18 +87,36 @@ def convert(
     size = parse_size(max_shard_size)
     target = Target(_kind(choice, format), size, tie_embeddings, allow_unmapped, wanted, clamp)
     plan = _plan(source, choice, settings, side, target)
+    plan = replace(plan, notes=(*plan.notes, *notes, *_dtype_notes(plan), *_digest_notes(source, options)))
     if options.plan_file:
-        _write_plan(options.plan_file, plan)
+        write_plan_file(options.plan_file, plan, overwrite=overwrite)
     counts = None if options.dry_run else write_plan(plan, source, dst, options, progress)
     return _report(plan, src, dst, choice, options, counts, time.perf_counter() - started)
 
 
-def _plan(source: Source, choice: Choice, settings: dict[str, Any], side: Sequence[Path], target: Target) -> Plan:
+def _plan(source: Source, choice: Choice, settings: dict[str, Any], side: SideFiles, target: Target) -> Plan:
     checkpoint = source.checkpoint
     source_rules, target_rules = (resolve(choice.family, settings, *spoke) for spoke in (choice.source, choice.target))
     if source.manifest is not None:
         check_rules(source, rules_digest(source_rules, checkpoint.tensors))
     return build_plan(checkpoint, source_rules, target_rules, target, config=settings, side=side, notes=choice.notes)
+
+
+def _dtype_notes(plan: Plan) -> Iterator[str]:
+    """Yield a note for each dtype of the result that a model's weights do not have unless they are quantised."""
+    for dtype, number in Counter(output.spec.dtype for output in plan.outputs).items():
+        what = f"{number} tensors are {dtype}" if number > 1 else f"1 tensor is {dtype}"
+        if dtype.startswith("F8_"):
+            unknown = ", a dtype that MindSpore does not have" if plan.facts["to"]["dialect"] != "hf" else ""
+            yield f"{what}{unknown}: the scales of FP8 weights are not applied"
+        elif not dtype.startswith(("F", "BF")):
+            yield f"{what}, where a model has floating-point weights: if they are quantised, no scale is applied"
+
+
+def _digest_notes(source: Source, options: Options) -> list[str]:
+    if options.digests or options.dry_run or not source.promised_digests:
+        return []
+    return ["`--no-digest`: the tensors read were not compared with the digests in the ckptkit.json of SRC"]
 
 
 def _dtype(text: str | None, clamp: bool, checkpoint: Checkpoint) -> str | None:
@@ -131,16 +153,10 @@ def parse_size(text: str | int) -> int:
         return text
     number = text.strip().rstrip("BbKkMmGgIi ")
     unit = text.strip()[len(number) :].strip().upper()
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OverflowError):
         if unit in _UNITS and (size := int(float(number) * _UNITS[unit])) > 0:
             return size
     raise UsageError(f"`{text}` is not a size", hint="write it like `5GB`, `500MB` or `2GiB`")
-
-
-def _write_plan(path: Path, plan: Plan) -> None:
-    import json
-
-    path.write_text(json.dumps(plan.to_json(), indent=1) + "\n")
 
 
 def _report(

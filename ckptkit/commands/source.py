@@ -115,4 +115,6 @@ def _config_note(source: Source, config: Mapping[str, Any]) -> list[str]:
         return []
     own = read_config(source.checkpoint.folder)
     odd = [key for key in {**config, **own} if config.get(key) != own.get(key)]
-    return [f"the config.json of SRC differs from that of `--config`, which counts, in {files.listed(odd)}"] if odd else []
+    return (
+        [f"the config.json of SRC differs from that of `--config`, which counts, in {files.listed(odd)}"] if odd else []
+    )

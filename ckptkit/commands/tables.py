@@ -10,7 +10,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckptkit.commands.choose import refuse_empty
 from ckptkit.commands.source import load_own_tables
 from ckptkit.errors import UsageError
 from ckptkit.formats.model_config import read_config
@@ -51,7 +50,6 @@ def show_table(
     `dialect` is the family's MindFormers naming without one (HuggingFace's where there is none). With `config`, a
     folder or a config.json, shapes are numbers, those of the first layer that has the row; else they are formulas.
     """
-    refuse_empty({"--dialect": dialect, "--variant": variant})
     tables = load_own_tables(table)
     found = tables.family(family)
     dialect = _dialect(tables, found, dialect)

@@ -3,16 +3,18 @@
 Only the top level counts; subfolders (`original/`, `metal/`) are never looked into. The first of these that is
 there decides, and layouts are never mixed:
 
-1. `model.safetensors.index.json`, or one other `*.safetensors.index.json`
+1. `model.safetensors.index.json`
 2. `param_name_map.json` and `part*.safetensors` (MindSpore's unified layout), with `hyper_param.safetensors` if any
-3. `model.safetensors`; else one numbered set `NAME-00001-of-0000N.safetensors`; else all `*.safetensors`
+3. `model.safetensors`; else one other `*.safetensors.index.json` (`model.fp16...`); else one numbered set
+   `NAME-00001-of-0000N.safetensors`; else all `*.safetensors`
 4. `pytorch_model.bin.index.json`
 5. `pytorch_model.bin`; else the numbered set; else all `pytorch_model*.bin`
 6. the only `.ckpt` file that is not a strategy file
-7. the only vendor file `consolidated*`
+7. `consolidated.safetensors.index.json`, or the only vendor file `consolidated*`
 8. the only `.bin`, `.pt` or `.pth` file
 
-All other weight files are named in the notes. Training state is never opened. What does not live here: reading the
+A `param_name_map.json` without a file that it could be about is passed over where there are other weights. All other
+weight files and indexes are named in the notes. Training state is never opened. What does not live here: reading the
 files and holding the index against them (`registry.py`, `weight_map.py`), joining ranks.
 """
 
@@ -27,7 +29,10 @@ from ckptkit.errors import CoverageError, UsageError
 from ckptkit.formats import files
 
 HF_INDEX = "model.safetensors.index.json"
+HF_WHOLE = "model.safetensors"
 TORCH_INDEX = "pytorch_model.bin.index.json"
+VENDOR = "consolidated"
+VENDOR_INDEX = "consolidated.safetensors.index.json"
 NAME_MAP = "param_name_map.json"
 HYPER_PARAM = "hyper_param.safetensors"
 
@@ -64,14 +69,14 @@ def select(folder: Path) -> Selection:
     names = file_names(folder)
     weights = [name for name in names if is_weight(name)]
     selection = (
-        _from_index(folder, names)
+        _from_index(folder, names, weights)
         or _from_safetensors(folder, weights)
         or _from_torch(folder, names)
         or _from_ckpt(folder, weights)
     )
     if selection is None:
         refuse_sharded(folder)
-        selection = _from_vendor(folder, weights) or _from_lone_file(folder, weights)
+        selection = _from_vendor(folder, names, weights) or _from_lone_file(folder, weights)
     if selection is None:
         raise _nothing(folder, names)
     return selection
@@ -96,9 +101,11 @@ def _reason(name: str, selection: Selection) -> str:
         return "is an unfinished download"
     if is_training_state(name):
         return "not opened: training state" if Path(name).suffix in WEIGHT_SUFFIXES else ""
+    if is_index(name) and (selection.index is None or name != selection.index.name):
+        return "ignored: an index of other files than the chosen ones"
     if not is_weight(name):
         return ""
-    if name.startswith("consolidated"):
+    if name.startswith(VENDOR):
         return "ignored: a vendor's own layout beside the chosen files"
     chosen = {files.SAFETENSORS: ".safetensors", files.TORCH: ".bin", files.CKPT: ".ckpt"}[selection.kind]
     if selection.index is not None and name.endswith(chosen):
@@ -155,26 +162,27 @@ def refuse_sharded(folder: Path) -> None:
         )
 
 
-def _from_index(folder: Path, names: Sequence[str]) -> Selection | None:
+def _from_index(folder: Path, names: Sequence[str], weights: Sequence[str]) -> Selection | None:
     """Choose by an index of safetensors files, HuggingFace's or MindSpore's."""
-    found = [name for name in names if name.endswith(".safetensors.index.json")]
-    if HF_INDEX in found:
-        found = [HF_INDEX]
-    if len(found) > 1:
-        raise UsageError(f"`{folder}` holds {len(found)} index files", items=found, hint="move all but one away")
-    if found:
-        return Selection(files.SAFETENSORS, index=folder / found[0])
-    if NAME_MAP in names:
+    if HF_INDEX in names:
+        return Selection(files.SAFETENSORS, index=folder / HF_INDEX)
+    parts = [name for name in weights if name.endswith(".safetensors") and name != HF_WHOLE]
+    if NAME_MAP in names and (parts or not weights):
         extra = (folder / HYPER_PARAM,) if HYPER_PARAM in names else ()
         return Selection(files.SAFETENSORS, files=extra, index=folder / NAME_MAP)
-    return None
+    found = [name for name in names if name.endswith(".safetensors.index.json") and name != VENDOR_INDEX]
+    if HF_WHOLE in names or not found:
+        return None
+    if len(found) > 1:
+        raise UsageError(f"`{folder}` holds {len(found)} index files", items=found, hint="move all but one away")
+    return Selection(files.SAFETENSORS, index=folder / found[0])
 
 
 def _from_safetensors(folder: Path, weights: Sequence[str]) -> Selection | None:
-    found = [n for n in weights if n.endswith(".safetensors") and not n.startswith("consolidated")]
+    found = [n for n in weights if n.endswith(".safetensors") and not n.startswith(VENDOR)]
     if any(_MINDFORMERS.fullmatch(name) for name in found):
         refuse_sharded(folder)
-    return _from_set(folder, files.SAFETENSORS, found, "model.safetensors")
+    return _from_set(folder, files.SAFETENSORS, found, HF_WHOLE)
 
 
 def _from_torch(folder: Path, names: Sequence[str]) -> Selection | None:
@@ -244,8 +252,10 @@ def _is_strategy(file: Path) -> bool:
         return files.pread(file, descriptor, 1, 0) == b"\x08"
 
 
-def _from_vendor(folder: Path, weights: Sequence[str]) -> Selection | None:
-    found = [name for name in weights if name.startswith("consolidated")]
+def _from_vendor(folder: Path, names: Sequence[str], weights: Sequence[str]) -> Selection | None:
+    if VENDOR_INDEX in names:
+        return Selection(files.SAFETENSORS, index=folder / VENDOR_INDEX)
+    found = [name for name in weights if name.startswith(VENDOR)]
     if len(found) > 1:
         raise UsageError(
             f"`{folder}` holds {len(found)} vendor files",

@@ -73,7 +73,7 @@ def find_files(weights: WeightMap) -> list[Path]:
                 for path in missing
             ],
             why="their tensors would be lost",
-            hint="the download may be incomplete: finish it",
+            hint="the download may be incomplete: finish it; if the index is of another checkpoint, move it away",
         )
     return found
 

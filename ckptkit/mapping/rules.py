@@ -67,10 +67,12 @@ class _Pattern:
         rules: Sequence[Rule] = self.rules
         if layer is not None:
             rules = [rule.filled("{layer}", str(layer), layer) for rule in rules]
+        if not self.spans:
+            return rules
         groups = [rules]
         for placeholder, numbers in self.spans:
             groups = [[rule.filled(placeholder, n, layer) for rule in group] for group in groups for n in numbers]
-        return rules if not self.spans else [rule for group in groups for rule in group]
+        return [rule for group in groups for rule in group]
 
 
 @dataclass(frozen=True, slots=True)

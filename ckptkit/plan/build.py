@@ -57,9 +57,8 @@ def build_plan(
 ) -> Plan:
     """Return the proved plan that turns `source` into `target_rules`' naming.
 
-    `config` is the parsed config.json and `side` are the files to copy beside the weights, each with
-    its name there. Raises CoverageError
-    when a tensor is missing, misshapen, unmapped or contradictory.
+    `config` is the parsed config.json and `side` are the files to copy beside the weights, each with its name
+    there. Raises CoverageError when a tensor is missing, misshapen, unmapped or contradictory.
     """
     matched = match(source, source_rules, tie=target.tie, allow_unmapped=target.allow_unmapped)
     parts, kept = _parts(source_rules, target_rules, matched, target.dtype)
@@ -90,11 +89,8 @@ def rules_digest(rules: RuleSet, names: Container[str]) -> str:
 
     A manifest records it, so that another config.json or an edited table is noticed before fused tensors are cut.
     """
-    state = xxhash.xxh3_128()
-    for rule in rules.rules:
-        if rule.target in names:
-            state.update(f"{rule.target} = {describe(rule.expr)}\n".encode())
-    return state.hexdigest()
+    lines = [f"{rule.target} = {describe(rule.expr)}\n" for rule in rules.rules if rule.target in names]
+    return str(xxhash.xxh3_128_hexdigest("".join(lines).encode()))
 
 
 @value

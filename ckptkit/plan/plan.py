@@ -228,4 +228,4 @@ def describe(expr: Expr) -> str:
     """Return `expr` as one line: `Interleave(axis=0, rows=(8, 4, 4))[a, b, c]`."""
     if isinstance(expr, Leaf):
         return expr.name
-    return f"{expr.op}[{', '.join(describe(child) for child in expr.children)}]"
+    return f"{expr.op}[{', '.join([describe(child) for child in expr.children])}]"

@@ -297,7 +297,7 @@ def test_a_plain_locale_is_no_obstacle(room: Path) -> None:
         assert run(["check", f"öut{number}"]) == 0
 
 
-@pytest.mark.parametrize("name", ["a\0b.1.c\0", "a\nb", "\udc80", "\x1b[31m", "7" * 5000, "a.\u0663.b"])
+@pytest.mark.parametrize("name", ["a\0b.1.c\0", "a\nb", "\u202eb", "\x1b[31m", "7" * 5000, "a.\u0663.b"])
 def test_any_name_can_be_shown_on_one_line(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     header = json.dumps({name: {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
     file = tmp_path / "x.safetensors"
@@ -327,7 +327,7 @@ def test_folding_keeps_what_is_not_a_plain_number() -> None:
 def test_what_ckptkit_names_itself_does_not_clash_with_side_files(room: Path) -> None:
     for name in ("journal.jsonl", "notes.txt"):
         (room / "hf" / name).write_bytes(b"mine")
-    reserved = (".ckptkit-journal.jsonl", "ckptkit.json.tmp", "param_name_map.json", "part0.safetensors", "model.ckpt")
+    reserved = (".ckptkit-journal.jsonl", "ckptkit.json.tmp", "param_name_map.json", "model.ckpt")
     for name in reserved:
         (room / "hf" / name).write_bytes(b"\x08")
     report = convert("hf", "ms")

@@ -148,7 +148,7 @@ def planned(folder: Path, dialect: str = LEGACY, variant: str = "", **changed: A
         resolve(family, config, dialect, variant),
         Target(**fields),
         config=config,
-        side=[folder / "config.json", folder / "generation_config.json"],
+        side=[(folder / name, name) for name in ("config.json", "generation_config.json")],
     )
 
 
