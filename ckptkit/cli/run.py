@@ -53,6 +53,8 @@ def run(args: Sequence[str]) -> int:
         return _say_stopped(stop.number)
     except (KeyboardInterrupt, typer.Abort):
         return _say_stopped(signal.SIGINT)
+    except (BrokenPipeError, SystemExit):  # whoever read the help had enough; the parser itself exits with 1 then
+        return 0
     except MemoryError:
         return _fail(ResourceError("memory ran out", hint="use fewer `--workers`"), args, as_json)
     except OSError as error:
@@ -112,7 +114,12 @@ def main() -> NoReturn:
     for number in STOPPED:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _stop)
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except OSError:  # else python tries again, and ends with a code of its own
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    sys.exit(code)
 
 
 def _open_streams() -> None:

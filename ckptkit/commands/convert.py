@@ -14,10 +14,19 @@ from ckptkit.cast import CastCount, parse_dtype
 from ckptkit.commands.cast_report import cast_data, cast_rows, cast_tensors
 from ckptkit.commands.choose import Choice, choose
 from ckptkit.commands.plan_file import check_plan_file, write_plan_file
-from ckptkit.commands.source import SideFiles, Source, check_rules, find_config, load_own_tables, open_source
+from ckptkit.commands.source import (
+    SideFiles,
+    Source,
+    check_rules,
+    find_config,
+    load_own_tables,
+    open_source,
+    refuse_part,
+)
 from ckptkit.commands.write import Options, Progress, write_plan
 from ckptkit.errors import CoverageError, UsageError
 from ckptkit.formats.base import Checkpoint
+from ckptkit.formats.files import paused_gc
 from ckptkit.formats.mindspore_ckpt import verify_crc
 from ckptkit.formats.result_folder import check_target
 from ckptkit.mapping.rules import resolve
@@ -29,6 +38,7 @@ DEFAULT_SHARD = "5GB"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
+@paused_gc()
 def convert(
     src: str | Path,
     dst: str | Path,
@@ -98,13 +108,18 @@ def _plan(source: Source, choice: Choice, settings: dict[str, Any], side: SideFi
     checkpoint = source.checkpoint
     source_rules, target_rules = (resolve(choice.family, settings, *spoke) for spoke in (choice.source, choice.target))
     if source.manifest is not None:
-        check_rules(source, rules_digest(source_rules, checkpoint.tensors))
+        refuse_part(source)
+        check_rules(source, source_rules.dims, rules_digest(source_rules, checkpoint.tensors))
     return build_plan(checkpoint, source_rules, target_rules, target, config=settings, side=side, notes=choice.notes)
 
 
 def _dtype_notes(plan: Plan) -> Iterator[str]:
-    """Yield a note for each dtype of the result that a model's weights do not have unless they are quantised."""
-    for dtype, number in Counter(output.spec.dtype for output in plan.outputs).items():
+    """Yield a note for each dtype of the result that a model's weights do not have unless they are quantised.
+
+    Tensors that a cast left alone are in the report already, with their dtype.
+    """
+    kept = {fate.name for fate in plan.kept}
+    for dtype, number in Counter(o.spec.dtype for o in plan.outputs if o.spec.name not in kept).items():
         what = f"{number} tensors are {dtype}" if number > 1 else f"1 tensor is {dtype}"
         if dtype.startswith("F8_"):
             unknown = ", a dtype that MindSpore does not have" if plan.facts["to"]["dialect"] != "hf" else ""

@@ -20,6 +20,7 @@ from ckptkit.compare import Comparer
 from ckptkit.errors import CoverageError, UsageError
 from ckptkit.execute import execute
 from ckptkit.formats.base import Checkpoint
+from ckptkit.formats.files import listed
 from ckptkit.formats.model_config import read_config
 from ckptkit.formats.wrappers import unwrap
 from ckptkit.mapping.rows import Family
@@ -28,6 +29,7 @@ from ckptkit.mapping.tables import Tables
 from ckptkit.plan.pair import Pairing, Tied, pair_by_names, pair_by_rules
 from ckptkit.report import Report
 
+_NO_SIZES = ("torch_dtype", "dtype", "transformers_version")  # keys of config.json that change no rule
 Progress = Callable[[int, int], Callable[[int], None]]
 
 
@@ -97,7 +99,8 @@ def diff(
         execute(plan, comparer, workers=workers, digests=False, progress=advance)
     finally:
         comparer.close()
-    sides = Sides(Path(a), Path(b), one.checkpoint, two.checkpoint, settled.note, settled.a, settled.b, rules)
+    how = settled.note + ("" if settled.family is None or asked.config else _other_config(one, two))
+    sides = Sides(Path(a), Path(b), one.checkpoint, two.checkpoint, how, settled.a, settled.b, rules)
     return report_on(sides, pairing, comparer.tallies)
 
 
@@ -153,6 +156,15 @@ def _find_config(a: Source, b: Source, asked: Asked) -> Mapping[str, Any] | None
 
 def _own_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
     return read_config(checkpoint.folder) if (checkpoint.folder / "config.json").is_file() else None
+
+
+def _other_config(a: Source, b: Source) -> str:
+    """Say in what B's config.json differs from A's, which gives the sizes; empty when it does not."""
+    one, two = _own_config(a.checkpoint), _own_config(b.checkpoint)
+    if one is None or two is None:
+        return ""
+    odd = [key for key in {**one, **two} if key not in _NO_SIZES and one.get(key) != two.get(key)]
+    return f", by A's config.json; B's differs in {listed(odd)}" if odd else ""
 
 
 def _family(a: Source, b: Source, config: Mapping[str, Any], asked: Asked, tables: Tables) -> Family | str:

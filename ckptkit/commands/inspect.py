@@ -13,7 +13,7 @@ from ckptkit.commands.choose import type_text
 from ckptkit.commands.source import Source, load_own_tables, open_source
 from ckptkit.errors import CoverageError, UsageError
 from ckptkit.formats.base import Checkpoint
-from ckptkit.formats.files import regular_file
+from ckptkit.formats.files import look, regular_file
 from ckptkit.formats.model_config import read_config
 from ckptkit.formats.rank_folders import RankSet, find_ranks, open_ranks
 from ckptkit.mapping.tables import Tables
@@ -36,6 +36,7 @@ def inspect(
     step or at `step`. Reads headers only.
     """
     path = Path(path)
+    look(path)
     if path.is_dir() and (ranks := find_ranks(path)):
         return _inspect_ranks(open_ranks(path, step=step), len(ranks), expect, all_tensors)
     source = open_source(path)

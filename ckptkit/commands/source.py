@@ -59,27 +59,49 @@ def manifest_of(path: Path) -> dict[str, Any] | None:
 
 def load_own_tables(paths: Sequence[str | Path]) -> Tables:
     """Load the shipped tables and a user's own files, which must be regular ones."""
-    return load_tables([files.regular_file(Path(path), "a mapping table") for path in paths])
+    try:
+        return load_tables([files.regular_file(Path(path), "a mapping table") for path in paths])
+    except RecursionError:
+        raise UsageError("a mapping table is nested too deeply", items=[str(path) for path in paths]) from None
 
 
 def _manifest_of_file(path: Path) -> dict[str, Any] | None:
     """Return the part of the manifest beside a weight file that is about this file, or None when none is."""
-    manifest = read_manifest(path.parent)
+    file = path.resolve()
+    manifest = read_manifest(file.parent)
     if manifest is None:
         return None
-    rows = {name: row for name, row in manifest["tensors"].items() if row.get("file") == path.name}
+    rows = {name: row for name, row in manifest["tensors"].items() if row.get("file") == file.name}
     return manifest | {"tensors": rows} if rows else None
 
 
-def check_rules(source: Source, digest: str) -> None:
-    """Raise CoverageError when the rules that would be used are not those that made the tensors of our own result."""
-    made = (source.manifest or {})["to"].get("rules")
-    if made is not None and made != digest:
-        raise CoverageError(
-            f"`{source.checkpoint.path}` was not made with this config.json and these tables",
-            why="another number of heads, or another row of a table, would cut its fused tensors in other places",
-            hint="use the config.json and the `--table` that made it; `ckptkit check` says whether config.json changed",
+def refuse_part(source: Source) -> None:
+    """Raise UsageError for one file of a result of ours that has several: it is no checkpoint."""
+    files_of = (source.manifest or {}).get("files", [])
+    if source.checkpoint.path.is_file() and len(files_of) > 1:
+        raise UsageError(
+            f"`{source.checkpoint.path}` is one of {len(files_of)} files of a checkpoint",
+            why="the tensors of the others would be missing",
+            hint="name the folder",
         )
+
+
+def check_rules(source: Source, dims: Mapping[str, int], digest: str) -> None:
+    """Raise CoverageError when `dims` or rules are not those that made the tensors of our own result.
+
+    `dims` are the numbers that config.json gives now, `digest` that of the rules that would be used.
+    """
+    manifest = source.manifest or {}
+    made = manifest.get("dims", {})
+    changed = [f"{name} is {dims[name]}, was {made[name]}" for name in made if dims.get(name, made[name]) != made[name]]
+    if not changed and manifest.get("to", {}).get("rules", digest) == digest:
+        return
+    raise CoverageError(
+        f"`{source.checkpoint.path}` was not made with this config.json and these tables",
+        items=changed,
+        why="another number of heads, or another row of a table, would cut or fuse its tensors in other places",
+        hint="use the config.json and the `--table` that made it; `ckptkit check` says whether config.json changed",
+    )
 
 
 def find_config(source: Source, given: Path | None) -> tuple[dict[str, Any], SideFiles, list[str]]:
@@ -98,15 +120,20 @@ def find_config(source: Source, given: Path | None) -> tuple[dict[str, Any], Sid
             hint="pass `--config DIR`: a HuggingFace folder of this model, or its config.json",
         )
     config = read_config(file)
-    weights = {path.name for path in source.checkpoint.files}
-    own = [(path, path.name) for path in side_files(source.checkpoint.folder) if path.name not in weights]
+    own = _side_files(source, source.checkpoint.folder)
     if given is None:
         return config, own, []
-    side = [(path, path.name) for path in side_files(where)] if where.is_dir() else [(file, CONFIG)]
+    side = _side_files(source, where) if where.is_dir() else [(file, CONFIG)]
     taken = {name for _, name in side}
     more = [pair for pair in own if pair[1] not in taken] if source.checkpoint.path.is_dir() else []
     notes = [f"{files.listed([name for _, name in more])}: from SRC, as `--config` has none"] if more else []
     return config, side + more, notes + _config_note(source, config)
+
+
+def _side_files(source: Source, folder: Path) -> SideFiles:
+    """Return what travels of a folder's files, under their own names; never the weights, whatever they are called."""
+    weights = {path.resolve() for path in source.checkpoint.files}
+    return [(path, path.name) for path in side_files(folder) if path.resolve() not in weights]
 
 
 def _config_note(source: Source, config: Mapping[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ A rule gives its tensor as an expression of HF tensors, and each of those back a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -134,6 +135,7 @@ class RuleSet:
     table_files: tuple[str, ...]
     warnings: tuple[str, ...] = ()
     ignores: tuple[IgnoreRow, ...] = field(default=(), repr=False)
+    dims: Mapping[str, int] = field(default_factory=dict, repr=False)  # what config.json gives the tables' dims
 
     def ignored(self, name: str, side: Literal["hf", "dialect"]) -> str | None:
         """Return the written reason why `name` is left behind on a side, or None when there is none."""

@@ -17,11 +17,14 @@ from ckptkit.mapping import names
 from ckptkit.mapping.dims import Numbers
 from ckptkit.mapping.expr import Expr, Leaf, node
 from ckptkit.mapping.ops import Concat, Interleave, Merge, Op, Pad, RopePermute, Split, Stack, Transpose
-from ckptkit.mapping.rows import Cut, ExpectRow, Family, MapRow, OpSpec, TensorRow, objections
+from ckptkit.mapping.rows import Catalogue, Cut, ExpectRow, Family, MapRow, OpSpec, TensorRow, objections
 from ckptkit.mapping.rule import Rule, RuleSet, Tie, Traits
 from ckptkit.types import Shape
 
 __all__ = ["Rule", "RuleSet", "Tie", "resolve"]
+
+
+MAX_COUNT = 10_000  # layers, or experts
 
 
 def resolve(family: Family, config: Mapping[str, Any], dialect: str, variant: str = "") -> RuleSet:
@@ -36,20 +39,37 @@ def resolve(family: Family, config: Mapping[str, Any], dialect: str, variant: st
     )
     for dim in catalogue.multiples:
         numbers.dim(dim)
+    _check_ranges(catalogue, numbers)
     build = _Builder(numbers, {row.hf: row for row in catalogue.rows}, catalogue.ranges)
+    rules = build.rules(table.rows)
     tied = catalogue.tied is not None and numbers.answer(catalogue.tied, "tied")
     ignores = table.ignores if dialect == "hf" else catalogue.ignores + table.ignores
     return RuleSet(
         family=family.name,
         dialect=dialect,
         variant=variant,
-        rules=build.rules(table.rows),
+        rules=rules,
         ties=_ties(catalogue.rows, table.rows),
         tied=tied,
         table_files=tuple(dict.fromkeys((*catalogue.files, *table.files))),
         warnings=(*_warnings(table.expects, numbers), *objections(table.configs, config, "warn")),
         ignores=ignores,
+        dims=dict(numbers.known),
     )
+
+
+def _check_ranges(catalogue: Catalogue, numbers: Numbers) -> None:
+    """Raise UsageError when config.json counts more layers or experts than any model has; each would get its rules."""
+    total = 1
+    for dim in catalogue.ranges.values():
+        total *= max(1, numbers.dim(dim))
+        if numbers.dim(dim) > MAX_COUNT or total > MAX_COUNT**2 // 100:
+            key = catalogue.dims[dim].key or dim
+            raise UsageError(
+                f"`{key}` in config.json is {numbers.dim(dim)}: no model has so many",
+                why="a tensor would be expected for each",
+                hint="config.json does not describe this model: take the one that came with the weights",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +194,11 @@ class _Builder:
         if hf not in self.shapes:
             tensor = self.tensors[hf]
             self.shapes[hf] = tuple(self.numbers.number(axis, tensor.where) for axis in tensor.shape)
+            if 0 in self.shapes[hf]:
+                raise UsageError(
+                    f"config.json gives `{hf}` the shape {self.shapes[hf]}: it would hold nothing",
+                    hint="config.json does not describe this model: take the one that came with the weights",
+                )
         shape = self.shapes[hf]
         name = names.fill(hf, numbers)
         return Leaf(names.bias_name(name), shape[:1]) if bias else Leaf(name, shape)
@@ -186,6 +211,8 @@ class _Builder:
 
     def _unary(self, row: MapRow, op: OpSpec, shape: Shape) -> Op:
         count = 0 if op.count is None else self.numbers.number(op.count, row.where)
+        if op.count is not None and count < 1:
+            raise UsageError(f"`{op.op}` with {count} parts or rows makes no tensor")
         match op.op:
             case "transpose":
                 return Transpose(op.perm)

@@ -194,6 +194,7 @@ def _facts(
     cast = {"cast": {"dtype": target.dtype, "clamp": target.clamp}} if target.dtype is not None else {}
     return {
         "family": target_rules.family,
+        "dims": dict(sorted(target_rules.dims.items())),
         "from": {
             "dialect": source_rules.dialect,
             "variant": source_rules.variant,

@@ -382,3 +382,38 @@ def test_a_tied_head_that_is_a_view_is_compared_by_its_elements(tmp_path: Path, 
     assert back["model.embed_tokens.weight"][2] == embedding.numpy().tobytes()
     if not tied:
         assert back["lm_head.weight"][2] == embedding.t().contiguous().numpy().tobytes()
+
+
+def test_an_hf_result_with_another_config_is_not_fused_elsewhere(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf", heads=4, kv_heads=2, hidden=32, head_dim=8)
+    convert(source, tmp_path / "copy", to_dialect="hf")
+    path = tmp_path / "copy" / "config.json"
+    config = json.loads(path.read_text()) | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
+    path.write_text(json.dumps(config))
+    with pytest.raises(CoverageError, match="was not made with this config.json") as caught:
+        convert(tmp_path / "copy", tmp_path / "ms", variant="qkv_concat")
+    assert "kv_heads is 4, was 2" in caught.value.items
+
+
+def test_one_of_several_files_is_no_checkpoint(tmp_path: Path) -> None:
+    convert(make_hf_plain(tmp_path / "hf"), tmp_path / "ms", max_shard_size="20kB")
+    (tmp_path / "link.safetensors").symlink_to("ms/part0.safetensors")
+    for path in (tmp_path / "ms" / "part0.safetensors", tmp_path / "link.safetensors"):
+        with pytest.raises(UsageError, match="is one of .* files of a checkpoint"):
+            convert(path, tmp_path / "back", config=tmp_path / "hf")
+
+
+@pytest.mark.parametrize(("key", "number"), [("num_hidden_layers", 10**15), ("num_hidden_layers", 300_000)])
+def test_more_layers_than_any_model_has_are_refused_at_once(tmp_path: Path, key: str, number: int) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    (source / "config.json").write_text(json.dumps(config_of(TinyModel()) | {key: number}))
+    with pytest.raises(UsageError, match="no model has so many"):
+        convert(source, tmp_path / "ms")
+
+
+def test_a_size_of_nothing_is_refused(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    (source / "config.json").write_text(json.dumps(config_of(TinyModel()) | {"hidden_size": 0}))
+    for variant in ("base", "qkv_concat"):
+        with pytest.raises(UsageError, match="it would hold nothing"):
+            convert(source, tmp_path / "ms", variant=variant)

@@ -159,6 +159,8 @@ def test_json_in_the_settings_holds_for_errors_too(room: Path, capsys: pytest.Ca
 
 
 def test_deeply_nested_json_is_damage_and_no_bug(room: Path) -> None:
+    (room / "deep.toml").write_text("x = " + DEEP)
+    assert run(["tables", "check", "deep.toml"]) == 2
     (room / "deep.json").write_text(DEEP)
     assert run(["inspect", "hf", "--expect", "deep.json"]) == 2
     assert run(["convert", "hf", "ms", "--config", "deep.json"]) == 5
@@ -457,6 +459,13 @@ def forget_digests(folder: Path, kept: int) -> None:
     (folder / "ckptkit.json").write_bytes(dump_manifest(manifest))
 
 
+def test_a_diff_says_when_the_two_configs_disagree(room: Path) -> None:
+    convert("hf", "ms")
+    assert dict(diff("hf", "ms").rows)["compared"].endswith("makes it")
+    edit(room / "hf", num_attention_heads=8, torch_dtype="x")
+    assert "B's differs in `num_attention_heads`" in dict(diff("hf", "ms").rows)["compared"]
+
+
 def test_digests_that_were_not_compared_are_noted(room: Path) -> None:
     convert("hf", "ms")
     assert "digests" not in notes(convert("ms", "back"))
@@ -489,6 +498,12 @@ def test_a_report_that_cannot_be_written_is_said_to_be_all_that_is_lost(room: Pa
     assert "only the report is lost" in found.stderr
     assert "Traceback" not in found.stderr
     assert run(["check", "ms"]) == 0
+
+
+def test_help_that_nobody_reads_or_that_has_no_room_is_no_traceback(room: Path) -> None:
+    assert python("--help", "{} >/dev/full".format, room).returncode == 4
+    found = python("--help", "{} | true; exit ${{PIPESTATUS[0]}}".format, room)
+    assert (found.returncode, found.stderr) == (0, "")
 
 
 def test_the_exit_code_of_a_difference_survives_a_broken_pipe(room: Path) -> None:

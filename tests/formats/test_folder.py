@@ -242,16 +242,16 @@ def test_a_root_of_iteration_folders_is_refused(tmp_path: Path) -> None:
 
 def test_the_default_names_win_over_variants_and_vendor_files(tmp_path: Path) -> None:
     put(tmp_path / "model.fp16.safetensors", {"a": 8})
-    put_index(tmp_path, {"a": "model.fp16.safetensors"}, name="model.fp16.safetensors.index.json")
+    put_index(tmp_path / "model.fp16.safetensors.index.json", {"a": "model.fp16.safetensors"})
     assert values(tmp_path) == {"a": 8}
     put(tmp_path / "consolidated.safetensors", {"norm": 9})
-    put_index(tmp_path, {"norm": "consolidated.safetensors"}, name="consolidated.safetensors.index.json")
+    put_index(tmp_path / "consolidated.safetensors.index.json", {"norm": "consolidated.safetensors"})
     assert values(tmp_path) == {"a": 8}
     put(tmp_path / "model.safetensors", {"a": 1})
     assert values(tmp_path) == {"a": 1}
     assert "`model.fp16.safetensors.index.json`" in notes(tmp_path)
     put(tmp_path / "model-00001-of-00001.safetensors", {"a": 2})
-    put_index(tmp_path, {"a": "model-00001-of-00001.safetensors"})
+    put_index(tmp_path / "model.safetensors.index.json", {"a": "model-00001-of-00001.safetensors"})
     assert values(tmp_path) == {"a": 2}
     for name in ("model.safetensors.index.json", "model-00001-of-00001.safetensors", "model.safetensors"):
         (tmp_path / name).unlink()
@@ -262,7 +262,7 @@ def test_the_default_names_win_over_variants_and_vendor_files(tmp_path: Path) ->
 
 @pytest.mark.parametrize("whole", ["model.safetensors", "pytorch_model.bin"])
 def test_a_map_of_another_checkpoint_is_passed_over_by_name(tmp_path: Path, whole: str) -> None:
-    put_index(tmp_path, {"a": "part0.safetensors"}, name="param_name_map.json")
+    put_index(tmp_path / "param_name_map.json", {"a": "part0.safetensors"})
     assert "part0.safetensors" in refusal(tmp_path, CoverageError)
     put(tmp_path / whole, {"a": 1})
     assert values(tmp_path) == {"a": 1}
