@@ -28,6 +28,8 @@ def cast_data(plan: Plan, counts: Counts | None) -> dict[str, Any]:
 
 def cast_tensors(plan: Plan, counts: Counts | None) -> dict[str, dict[str, Any]]:
     """Return {output: {"from", "to", "overflowed", "flushed"}} for each output that is cast."""
+    if "cast" not in plan.facts:
+        return {}
     return {
         o.spec.name: {"from": o.cast_from, "to": o.spec.dtype, **_losses(counts, o.spec.name)}
         for o in plan.outputs

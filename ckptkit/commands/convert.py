@@ -79,10 +79,7 @@ def convert(
     options = Options(dry_run, overwrite, workers, digests, Path(plan_file) if plan_file else None)
     src, dst = Path(src), Path(dst)
     started = time.perf_counter()
-    source = open_source(src, unwrapped=True)
-    for file in source.checkpoint.files:
-        if source.checkpoint.kind == "ckpt":
-            verify_crc(file)
+    source = _open(src)
     read = [src, *source.checkpoint.files, *(Path(path) for path in (*table, *([config] if config else [])))]
     check_target(dst, read, overwrite=options.overwrite or options.dry_run)
     wanted = _dtype(dtype, clamp, source.checkpoint)
@@ -102,6 +99,14 @@ def convert(
         write_plan_file(options.plan_file, plan, overwrite=overwrite)
     counts = None if options.dry_run else write_plan(plan, source, dst, options, progress)
     return _report(plan, src, dst, choice, options, counts, time.perf_counter() - started)
+
+
+def _open(src: Path) -> Source:
+    source = open_source(src, unwrapped=True)
+    for file in source.checkpoint.files:
+        if source.checkpoint.kind == "ckpt":
+            verify_crc(file)
+    return source
 
 
 def _plan(source: Source, choice: Choice, settings: dict[str, Any], side: SideFiles, target: Target) -> Plan:

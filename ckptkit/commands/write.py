@@ -129,7 +129,8 @@ def _source_digests(plan: Plan, source: Source, digests: dict[str, str]) -> dict
     """Return what was seen of the source's bytes: promises that held, and the tensors that moved whole and uncast."""
     read = {info.name for output in plan.outputs for info in output.inputs.values()}
     known = {name: digest for name, digest in source.promised_digests.items() if digests and name in read}
+    casts = "cast" in plan.facts
     for output in plan.outputs:
-        if isinstance(output.expr, Leaf) and output.spec.name in digests and not output.cast_from:
+        if isinstance(output.expr, Leaf) and output.spec.name in digests and not (casts and output.cast_from):
             known[output.expr.name] = digests[output.spec.name]
     return known

@@ -38,8 +38,8 @@ def header_digest(file: OutputFile) -> str:
 
 def dump_manifest(manifest: Mapping[str, Any]) -> bytes:
     """Return the manifest as bytes: one line a tensor, so that two of them can be compared with `diff`."""
-    head = {key: value for key, value in manifest.items() if key not in ("tensors", "seal")}
-    text = json.dumps(head, indent=1, ensure_ascii=False)[:-2]
+    head = ((key, value) for key, value in manifest.items() if key not in ("tensors", "seal"))
+    text = "{\n" + ",\n".join(f' "{key}": {json.dumps(value, ensure_ascii=False)}' for key, value in head)
     # one call for all rows, then a line break between them: inside a JSON text, `}, "` only ends an object
     rows = json.dumps(manifest["tensors"], ensure_ascii=False)[1:-1].replace('}, "', '},\n  "')
     body = f'{text},\n "tensors": {{\n  {rows}\n }}'.encode(errors="backslashreplace")  # a half character's escape
