@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ckptkit.cast import CastCount, Caster, is_lossy
 from ckptkit.errors import CorruptError
 from ckptkit.formats.base import Sink
-from ckptkit.formats.io import FilePool, read_region
+from ckptkit.formats.io import FilePool, extents_digest, read_region
 from ckptkit.mapping.expr import Leaf, evaluate
 from ckptkit.plan import jobs
 from ckptkit.plan.jobs import Job, moves_whole, tile_shapes, tiles
@@ -219,21 +219,9 @@ def _move(run: Run, job: Sequence[int]) -> None:
                 raise Stopped
     for info in {info.name: info for output in outputs for info in output.inputs.values()}.values():
         if run.must_check(info):
-            _compare_promised(run, info, read.digest_of(info) or _digest(run, info))
+            _compare_promised(run, info, read.digest_of(info) or extents_digest(info.file, info.extents, run.pool))
     for number, state in zip(job, states, strict=True):
         run.finish(number, state.hexdigest() if state is not None else None)
-
-
-def _digest(run: Run, info: TensorInfo) -> str:
-    """Return the digest of a source tensor that was not read in the order of its bytes: read it once more."""
-    state = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(jobs.BLOCK_BYTES))
-    for offset, size in info.extents:
-        for start in range(0, size, len(buffer)):
-            block = buffer[: min(len(buffer), size - start)]
-            run.pool.pread_into(info.file, offset + start, block)
-            state.update(block)
-    return state.hexdigest()
 
 
 class _Reader:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import NamedTuple, TypeVar, dataclass_transform
@@ -183,12 +184,5 @@ def contiguous_runs(shape: Shape, region: Region) -> Iterator[tuple[int, int]]:
         run *= extent[axis]
     strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
     base = sum(a * s for a, s in zip(region.start, strides, strict=True))
-
-    def walk(depth: int, first: int) -> Iterator[tuple[int, int]]:
-        if depth == axis:
-            yield first, run
-            return
-        for i in range(extent[depth]):
-            yield from walk(depth + 1, first + i * strides[depth])
-
-    yield from walk(0, base)
+    for index in product(*(range(n) for n in extent[:axis])):
+        yield base + sum(i * s for i, s in zip(index, strides, strict=False)), run

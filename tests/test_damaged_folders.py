@@ -27,6 +27,7 @@ from ckptkit.formats import mindspore_ckpt
 from ckptkit.formats.base import OutputFile
 from ckptkit.formats.manifest import MANIFEST, dump_manifest, header_digest, read_manifest
 from ckptkit.formats.registry import open_checkpoint
+from ckptkit.formats.result_folder import ResultFolder
 from ckptkit.types import Extent
 
 PLACES = 200
@@ -300,3 +301,29 @@ def test_the_damage_test_catches_a_reader_that_ignores_the_end(
     folder = copy_of(samples["foreign ms"], tmp_path)
     size = (folder / "part0.safetensors").stat().st_size
     assert unnoticed(folder, "part0.safetensors", [size - 1], cut, passes) == [size - 1]
+
+
+def test_check_names_files_that_were_added(tmp_path: Path) -> None:
+    convert(make_hf_plain(tmp_path / "hf"), tmp_path / "ms")
+    (tmp_path / "ms" / "modeling_x.py").write_text("x = 1\n")
+    assert "not written by ckptkit: modeling_x.py" in check(tmp_path / "ms").to_text()
+
+
+def test_a_finished_file_that_was_damaged_since_is_written_again(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    out = tmp_path / "out"
+    convert(source, out, max_shard_size="20kB")
+    digest = json.loads((out / "ckptkit.json").read_text())["plan"]
+    folder = ResultFolder(tmp_path / "again", digest)
+    folder.open()
+    for file in sorted(out.glob("part*")):
+        (folder.partial / file.name).write_bytes(file.read_bytes())
+    tensors = json.loads((out / "ckptkit.json").read_text())["tensors"]
+    for name in sorted({row["file"] for row in tensors.values()}):
+        folder.note_finished(name, {n: row["xxh3_128"] for n, row in tensors.items() if row["file"] == name})
+    folder.close()
+    damaged = folder.partial / "part1.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x55")
+    convert(source, tmp_path / "again", max_shard_size="20kB")
+    assert check(tmp_path / "again").exit_code == 0
+    assert (tmp_path / "again" / "part1.safetensors").read_bytes() == (out / "part1.safetensors").read_bytes()

@@ -11,7 +11,7 @@ from ckptkit.commands.source import Source, open_source
 from ckptkit.errors import CorruptError
 from ckptkit.formats.disk import file_digest
 from ckptkit.formats.files import opened, pread, size_of
-from ckptkit.formats.io import FilePool
+from ckptkit.formats.io import FilePool, extents_digest
 from ckptkit.formats.manifest import MANIFEST
 from ckptkit.formats.mindspore_ckpt import verify_crc
 from ckptkit.report import Report, human_bytes
@@ -54,7 +54,7 @@ def check(path: str | Path, *, progress: Callable[[int, int], Callable[[int], No
         report.add(
             "digests", f"none to compare with: no digests in {MANIFEST}" if source.manifest else f"no {MANIFEST}"
         )
-    for note in source.checkpoint.notes:
+    for note in (*source.checkpoint.notes, *_added(source)):
         report.add("note", note)
     report.data = {"path": str(path), "tensors": len(tensors), "bytes": total, "digests_compared": len(promised)}
     return report
@@ -64,24 +64,13 @@ def _wrong_tensors(
     tensors: Mapping[str, TensorInfo], promised: dict[str, str], advance: Callable[[int], None]
 ) -> list[str]:
     wrong = []
-    buffer = memoryview(bytearray(_BLOCK_BYTES))
     with FilePool() as pool:
         for info in tensors.values():
-            digest = _digest(info, buffer, pool)
+            digest = extents_digest(info.file, info.extents, pool)
             advance(info.num_bytes)
             if promised.get(info.name, digest) != digest:
                 wrong.append(f"{info.name} in {info.file.name}")
     return wrong
-
-
-def _digest(info: TensorInfo, buffer: memoryview, pool: FilePool) -> str:
-    state = xxhash.xxh3_128()
-    for offset, size in info.extents:
-        for start in range(0, size, _BLOCK_BYTES):
-            block = buffer[: min(_BLOCK_BYTES, size - start)]
-            pool.pread_into(info.file, offset + start, block)
-            state.update(block)
-    return state.hexdigest()
 
 
 def _wrong_headers(source: Source) -> list[str]:
@@ -107,6 +96,16 @@ def _digest_around(file: Path, extents: list[Extent]) -> str:
                 state.update(pread(file, descriptor, min(_BLOCK_BYTES, offset - start), start))
             position = offset + size
     return state.hexdigest()
+
+
+def _added(source: Source) -> list[str]:
+    """Say which files lie in a folder of ours that ckptkit did not put there."""
+    folder, manifest = source.checkpoint.path, source.manifest
+    if manifest is None or not folder.is_dir():
+        return []
+    ours = {MANIFEST, *manifest.get("side_files", {}), *(row["name"] for row in manifest.get("files", []))}
+    added = sorted(path.name for path in folder.iterdir() if path.name not in ours)
+    return [f"not written by ckptkit: {', '.join(added)}"] if added else []
 
 
 def _wrong_side_files(source: Source) -> list[str]:

@@ -18,6 +18,7 @@ import xxhash
 from ckptkit.formats.base import OutputFile
 from ckptkit.formats.disk import disk_error
 from ckptkit.formats.files import pread
+from ckptkit.formats.io import FilePool, extents_digest
 from ckptkit.formats.result_folder import ResultFolder
 from ckptkit.types import Extent
 
@@ -58,7 +59,10 @@ class FileSink:
         self._extents = [files[file].extents[name] for name, file in outputs]
 
     def finished_files(self) -> frozenset[int]:
-        """Return the numbers of the files that an earlier run finished; their digests are taken over."""
+        """Return the numbers of the files that an earlier run finished; their digests are taken over.
+
+        A file counts only while its bytes have the digests that were noted; without digests, while it has its size.
+        """
         done = set()
         for number, file in enumerate(self._files):
             digests = self._folder.finished.get(file.name)
@@ -67,6 +71,9 @@ class FileSink:
                 continue
             if self._want_digests and set(digests) != set(file.extents):
                 continue
+            with FilePool(1) as pool:
+                if any(extents_digest(path, file.extents[name], pool) != d for name, d in digests.items()):
+                    continue
             done.add(number)
             self.digests.update(digests)
         return frozenset(done)

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from ckptkit.errors import CorruptError, InternalError
 from ckptkit.formats import files
@@ -31,6 +32,7 @@ Array = npt.NDArray[Any]
 SMALL_GAP_BYTES = 512  # runs closer than this are read together, however short they are
 GAP_BYTES = 4096  # and closer than this, if the gaps are no longer than the runs
 SCRATCH_BYTES = 1024 * 1024
+DIGEST_BLOCK_BYTES = 256 * 1024
 OPEN_FILES = 64
 
 
@@ -138,6 +140,18 @@ def read_region(
         with FilePool(1) if pool is None else nullcontext(pool) as files_open:
             _Reader(info, files_open).fill(region, out)
     return out
+
+
+def extents_digest(file: Path, extents: Sequence[Extent], pool: FilePool) -> str:
+    """Return the xxh3-128 of the bytes in `extents` of a file, one after another; errors are those of `pread_into`."""
+    state = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(DIGEST_BLOCK_BYTES))
+    for offset, size in extents:
+        for start in range(0, size, len(buffer)):
+            block = buffer[: min(len(buffer), size - start)]
+            pool.pread_into(file, offset + start, block)
+            state.update(block)
+    return state.hexdigest()
 
 
 def same_values(a: TensorInfo, b: TensorInfo) -> bool:

@@ -89,7 +89,9 @@ def pair_by_rules(a: Checkpoint, b: Checkpoint, rules_a: RuleSet, rules_b: RuleS
     alone = {name: _whole(info) for name, info in strays.items() if name not in left}
     _pass_over_ignored(rules_a, set(alone), "a", alone, result)
     _pass_over_ignored(rules_b, {n for n in right if n not in left and n not in known}, "b", right, result)
-    _report_lacking(rows, rules_a, a, right, result)
+    # a tied twin may stand in for what A lacks
+    unmade = [(rule, lacking) for rule, expr, lacking in rows if expr is None and rule.target not in left]
+    _report_lacking(unmade, rules_a, a, right, result)
     _note_missing(rules_b, left, right, result)
     _join(left, right, result)
     result.findings += [Finding("only_in_a", name, "matches no row of the table") for name in alone]
@@ -129,13 +131,15 @@ def _left(rows: Sequence[_Row], found: Mapping[str, TensorInfo], result: Pairing
 
 
 def _report_lacking(
-    rows: Sequence[_Row], rules_a: RuleSet, a: Checkpoint, right: dict[str, TensorInfo], result: Pairing
+    rows: Sequence[tuple[Rule, Sequence[str]]],
+    rules_a: RuleSet,
+    a: Checkpoint,
+    right: dict[str, TensorInfo],
+    result: Pairing,
 ) -> None:
     """Report tensors of B of which A lacks all or a part, and parts in A of what B does not have either."""
     stored = {leaf.name: rule.target for rule in rules_a.rules for leaf in rule.sources}
-    for rule, expr, lacking in rows:
-        if expr is not None:
-            continue
+    for rule, lacking in rows:
         other = right.pop(rule.target, None)
         missing = list(dict.fromkeys(stored.get(name, name) for name in lacking))
         misfit = [name for name in missing if name in a.tensors]  # these have a finding already

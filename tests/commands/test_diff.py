@@ -385,3 +385,17 @@ def test_the_command_line_prints_and_exits(tmp_path: Path, capsys: pytest.Captur
     assert not data["ok"] and [row["of"] for row in data["different"]] == [[Q]]
     assert run(["diff", str(source), str(tmp_path / "nothing")]) == 2
     assert re.search("no such file or folder", capsys.readouterr().err)
+
+
+def test_a_head_alone_is_compared_with_an_embedding_alone(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf", tied=True)
+    tensors = tensors_of(TinyModel(tied=True))
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    write_safetensors(source / "model.safetensors", tensors, "F32")
+    convert(source, tmp_path / "ms")
+    report = diff(source, tmp_path / "ms")
+    assert report.exit_code == 0
+    assert "is compared with its tied twin" in rows_of(report, "note")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] ^ 1
+    write_safetensors(source / "model.safetensors", tensors, "F32")
+    assert diff(source, tmp_path / "ms").exit_code == 1
