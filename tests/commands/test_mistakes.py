@@ -10,7 +10,6 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,6 @@ from tests.tiny_models import make_hf_plain
 
 DEEP = "[" * 100_000
 A = "a" * 32
-
-
-@pytest.fixture
-def hf(tmp_path: Path) -> Path:
-    return make_hf_plain(tmp_path / "hf")
-
-
-@pytest.fixture
-def room(tmp_path: Path, hf: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def notes(report: Report) -> str:
@@ -471,43 +459,3 @@ def test_digests_that_were_not_compared_are_noted(room: Path) -> None:
     assert "digests" not in notes(convert("ms", "back"))
     assert "digests" in notes(convert("ms", "other", digests=False))
     assert "digests" not in notes(convert("hf", "third", digests=False))
-
-
-# streams
-
-
-def python(command: str, shell: Callable[[str], str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    line = shell(f"{sys.executable} -m ckptkit {command}")
-    return subprocess.run(["bash", "-c", line], cwd=cwd, capture_output=True, text=True, timeout=60)
-
-
-def test_streams_that_are_closed_or_full_change_no_exit_code(room: Path) -> None:
-    for shell in ("{} 2>&-", "{} 2>/dev/full", "{} 1>&- 2>&-", "{} >/dev/full 2>/dev/full"):
-        found = python("inspect gone --json", lambda line, shell=shell: shell.format(line), room)  # type: ignore[misc]
-        assert found.returncode == 2, (shell, found)
-    found = python("inspect gone --json", "{} 2>&-".format, room)
-    assert json.loads(found.stdout)["error"]["exit_code"] == 2
-    assert python("inspect hf", "{} 1>&-".format, room).returncode == 0
-    found = python("inspect hf", "{} <&- 1>&- 2>&-".format, room)
-    assert found.returncode == 0
-
-
-def test_a_report_that_cannot_be_written_is_said_to_be_all_that_is_lost(room: Path) -> None:
-    found = python("convert hf ms", "{} >/dev/full".format, room)
-    assert found.returncode == 4
-    assert "only the report is lost" in found.stderr
-    assert "Traceback" not in found.stderr
-    assert run(["check", "ms"]) == 0
-
-
-def test_help_that_nobody_reads_or_that_has_no_room_is_no_traceback(room: Path) -> None:
-    assert python("--help", "{} >/dev/full".format, room).returncode == 4
-    found = python("--help", "{} | true; exit ${{PIPESTATUS[0]}}".format, room)
-    assert (found.returncode, found.stderr) == (0, "")
-
-
-def test_the_exit_code_of_a_difference_survives_a_broken_pipe(room: Path) -> None:
-    make_hf_plain(room / "other", seed=1)
-    found = python("diff hf other", "{} | true; exit ${{PIPESTATUS[0]}}".format, room)
-    assert found.returncode == 1
-    assert found.stderr == ""
