@@ -138,18 +138,19 @@ class Runs:
             scramble(folder / model, folder / name, change)
         self.model_of = {name: model for name, (model, *_) in {**CONVERSIONS, **SCRAMBLES}.items()}
         self.model_of["lost-norm"] = "moe"
-        hf_jobs = [{"name": name, "folder": folder / f"{name}-hf"} for name in MODELS]
+        hf_jobs = [{"name": name, "folder": folder / f"{name}-hf", "ids": ids} for name in MODELS]
         ms_jobs = [
             {
                 "name": name,
                 "checkpoint": next((folder / name).glob("*.ckpt"), folder / name),
                 "config": folder / f"{model}-hf",
+                "ids": ids,
                 "settings": CONVERSIONS[name][2] if name in CONVERSIONS else {},
             }
             for name, model in self.model_of.items()
         ]
-        self.hf = run_jobs("hf_logits", hf_jobs, ids, timeout=300)
-        self.ms = run_jobs("mindformers_mcore_logits", ms_jobs, ids, timeout=300)
+        self.hf = run_jobs("hf_logits", hf_jobs, timeout=300)
+        self.ms = run_jobs("mindformers_mcore_logits", ms_jobs, timeout=300)
 
     def difference(self, name: str) -> float:
         return relative_difference(self.ms[name].logits, self.hf[self.model_of[name]].logits)
