@@ -89,6 +89,11 @@ def _span(numbers: Sequence[int]) -> str:
     return "{" + ",".join(shown) + "}"
 
 
+def tensors(number: int, one: str, more: str) -> str:
+    """Return `1 tensor <one>` or `3 tensors <more>`: the verb goes with the number."""
+    return f"1 tensor {one}" if number == 1 else f"{number} tensors {more}"
+
+
 def human_bytes(count: int) -> str:
     """Return a byte count as people write it: `269.1 MB` (powers of 1000)."""
     size = float(count)

@@ -45,21 +45,24 @@ def choose(
 ) -> Choice:
     """Return the choice; UsageError says what to pass when it cannot be settled.
 
-    `variant` belongs to the side that is not HuggingFace; with two such sides, to the target.
+    `variant` belongs to the side that is not HuggingFace, or to the target: with two such sides, and where it names
+    a form of HuggingFace's own.
     """
     refuse_empty(
         {"--model": model, "--from": from_dialect, "--to": to_dialect, "--variant": variant,
          "--from-variant": from_variant}
     )  # fmt: skip
     family, how, notes = _family(tables, config, model)
-    of_source = variant if from_variant is None and to_dialect in (None, HUB) else from_variant
+    for_hub = to_dialect in (None, HUB) and variant in tables.variants(family, HUB)  # the form to write, not to read
+    of_source = variant if from_variant is None and to_dialect in (None, HUB) and not for_hub else from_variant
     origin = choose_source(source, tables, family, from_dialect, of_source)
     check_hub_variant(tables, family, origin, from_variant, "--from-variant")
     target = to_dialect or ("mindformers" if origin[0] == "hf" else "hf")
     if target == "mindformers":
         target = tables.mindformers_dialect(family)
     _check_dialect(tables, family, target, "--to")
-    goal = (target, "" if target == HUB else _check_variant(tables, family, target, variant))
+    told = variant if target != HUB or for_hub else None
+    goal = (target, _check_variant(tables, family, target, told))
     if origin[0] == HUB or from_variant not in (None, variant):  # then `variant` is not the source's
         check_hub_variant(tables, family, goal, variant, "--variant")
     return Choice(family, how, origin, goal, tuple(notes))
@@ -120,7 +123,7 @@ def _refusals(family: Family, config: Mapping[str, Any]) -> list[str]:
             f"config.json asks for something that `{family.name}` here does not support",
             items=refused,
             why="the converted model would compute something else",
-            hint="use a table that knows these fields (`--table FILE`)",
+            hint="dequantise a quantised model first; else use a table that knows these fields (`--table FILE`)",
         )
     return family.warned(config)
 
@@ -188,7 +191,7 @@ def _as_written(
         raise UsageError(
             f"ckptkit.json says {spoke[0]}, variant {spoke[1] or BASE}, and the options say otherwise",
             why="the manifest was written with the tensors, so it knows how they are laid out",
-            hint=f"leave out `{options[0]}` and `{options[1]}`",
+            hint=f"leave out `{options[0]}`, `{options[1]}` and `--variant`",
         )
     return spoke
 

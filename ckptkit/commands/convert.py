@@ -162,7 +162,10 @@ def _kind(choice: Choice, format: str | None) -> str:
         raise UsageError(f"unknown format `{format}`", hint="`safetensors` or `ckpt`")
     if choice.target[0] == "hf":
         if format == "ckpt":
-            raise UsageError("HuggingFace weights are not stored as .ckpt", hint="leave out `--format ckpt`")
+            raise UsageError(
+                "HuggingFace weights are not stored as .ckpt",
+                hint="drop `--format ckpt` (from ckptkit.toml?)",
+            )
         return "hf"
     return "ckpt" if format == "ckpt" else "mindspore-safetensors"
 

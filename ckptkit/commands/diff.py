@@ -7,7 +7,7 @@ difference, and never an error: a comparison is to tell of all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +140,16 @@ def _settle(a: Source, b: Source, asked: Asked, tables: Tables) -> _Settled:
     check_hub_variant(tables, family, one, asked.variant_a, "--variant-a")
     check_hub_variant(tables, family, two, asked.variant_b, "--variant-b")
     how = "by equal names" if one == two else "A as a conversion to B's naming makes it"
+    if told_a != told_b and names_a == names_b and len(_variants_of(tables, names_a, family)) > 1:
+        here, there = ("A", "B") if told_b else ("B", "A")
+        how += f"; nothing tells {here}'s layout, so it is taken for {there}'s (`--variant-{here.lower()}`)"
     return _Settled(how, family, found, one, two)
+
+
+def _variants_of(tables: Tables, names: Collection[str], family: Family) -> list[Spoke]:
+    """Return the spokes that fit the names best, and equally well."""
+    matches = tables.detect(names, family)
+    return [(m.dialect, m.variant) for m in matches if (m.matched, m.absent) == (matches[0].matched, matches[0].absent)]
 
 
 def _find_config(a: Source, b: Source, asked: Asked) -> Mapping[str, Any] | None:

@@ -31,12 +31,13 @@ _SUFFIXES = {
 }
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: str | Path) -> Checkpoint:
     """Return the checkpoint at `path`, a file or a folder, without reading its tensors.
 
     The tensors of equal name that several files hold are compared when no index says which counts. Raises
     UsageError, CoverageError, CorruptError or ResourceError.
     """
+    path = Path(path)
     if path.is_dir():
         return _open_folder(path)
     if is_index(path.name):

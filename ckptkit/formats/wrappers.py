@@ -17,6 +17,8 @@ WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.
 _BASE = ".base_layer."
 _ADAPTER = re.compile(r"(^|\.)lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)|\.mindpet_delta_lora_")
 
+_MERGE = "merge the adapter first (PEFT: `model.merge_and_unload()`), then convert the merged model"
+
 
 def unwrap(checkpoint: Checkpoint) -> Checkpoint:
     """Return `checkpoint` with wrapper prefixes taken off, and a note that says so.
@@ -53,7 +55,13 @@ def _refuse_adapters(checkpoint: Checkpoint) -> None:
             f"`{checkpoint.path.name}` holds {len(adapters)} LoRA adapter tensors that are not merged",
             items=adapters,
             why="without them the base model would come out, as if it had never been fine-tuned",
-            hint="merge the adapter first (PEFT: `model.merge_and_unload()`), then convert the merged model",
+            hint=_MERGE,
+        )
+    if checkpoint.path.is_dir() and (checkpoint.path / "adapter_config.json").is_file():
+        raise CoverageError(
+            f"`{checkpoint.path.name}` holds a LoRA adapter (adapter_config.json) beside the model",
+            why="the model alone would come out, as if it had never been fine-tuned",
+            hint=f"{_MERGE}; or take the adapter's files away, if the model alone is meant",
         )
 
 

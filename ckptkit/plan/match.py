@@ -16,6 +16,7 @@ from ckptkit.formats.base import Checkpoint
 from ckptkit.formats.io import same_values
 from ckptkit.mapping.rules import Rule, RuleSet, Tie
 from ckptkit.plan.plan import Fate
+from ckptkit.report import tensors
 from ckptkit.types import TensorInfo
 
 
@@ -140,7 +141,7 @@ def _missing(missing: list[str], rules: RuleSet, result: Match, source: Checkpoi
             hint = f"the {len(result.unmapped)} tensors without a row begin with `{prefix}`; " + hint
         why = "a model loaded without them would keep random values there"
     return CoverageError(
-        f"{len(missing)} tensors are missing from `{source.path.name}`", items=missing, why=why, hint=hint
+        tensors(len(missing), "is", "are") + f" missing from `{source.path.name}`", items=missing, why=why, hint=hint
     )
 
 
@@ -156,8 +157,9 @@ def _common_prefix(names: list[str]) -> str:
 
 def _unmapped(unmapped: list[Fate], rules: RuleSet, source: Checkpoint) -> CoverageError:
     infos = (source.tensors[fate.name] for fate in unmapped)
+    name = f"`{source.path.name}`"
     return CoverageError(
-        f"{len(unmapped)} tensors of `{source.path.name}` match no row of {_tables(rules)}",
+        tensors(len(unmapped), f"of {name} matches", f"of {name} match") + f" no row of {_tables(rules)}",
         items=[f"{t.name}  {t.shape}  {t.dtype}" for t in infos],
         why="unmapped tensors would be lost in the output",
         hint="add a row, add an [[ignore]] with its reason, or pass `--allow-unmapped`",
@@ -172,7 +174,7 @@ def _check_shapes(expected: Mapping[str, Rule], found: Mapping[str, TensorInfo],
     ]
     if wrong:
         raise CoverageError(
-            f"{len(wrong)} tensors have another shape than config.json and {_tables(rules)} give",
+            tensors(len(wrong), "has", "have") + f" another shape than config.json and {_tables(rules)} give",
             items=wrong,
             why="config.json and the weights contradict each other; the weights of another model, or cut ones",
             hint="use the config.json that came with these weights, or name the right family with `--model`",

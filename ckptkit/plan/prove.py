@@ -15,6 +15,7 @@ from ckptkit.errors import CoverageError, InternalError
 from ckptkit.formats.base import Checkpoint
 from ckptkit.mapping.expr import Expr, Leaf
 from ckptkit.plan.plan import Plan
+from ckptkit.report import tensors
 
 
 def taken(expr: Expr) -> Iterable[tuple[Leaf, int]]:
@@ -50,7 +51,7 @@ def prove(plan: Plan, source: Checkpoint) -> None:
     uneven = _uneven(plan, {name: count for name, count in unused.items() if count})
     if uneven:
         raise CoverageError(
-            f"{len(uneven)} source tensors would not be used exactly once",
+            tensors(len(uneven), "of the source", "of the source") + " would not be used exactly once",
             items=uneven,
             why="the table names one tensor twice, or only a part of a fused one",
             hint="check the rows that name these tensors",

@@ -139,7 +139,7 @@ def test_a_stored_head_alone_is_the_embedding_of_a_tied_model(tmp_path: Path) ->
 def test_a_missing_head_is_named_and_can_be_tied_on_purpose(tmp_path: Path) -> None:
     source = make_hf_plain(tmp_path / "hf")
     rewrite(source, lambda t: t.pop("lm_head.weight"))
-    with pytest.raises(CoverageError, match=r"1 tensors are missing") as caught:
+    with pytest.raises(CoverageError, match="1 tensor is missing") as caught:
         convert(source, tmp_path / "ms")
     assert caught.value.items == ("lm_head.weight",)
     assert "--tie-embeddings" in caught.value.hint
@@ -151,7 +151,7 @@ def test_a_missing_head_is_named_and_can_be_tied_on_purpose(tmp_path: Path) -> N
 def test_an_unmapped_tensor_is_refused_or_reported(tmp_path: Path) -> None:
     source = make_hf_plain(tmp_path / "hf")
     rewrite(source, lambda t: t.update({"model.extra.weight": t["model.norm.weight"]}))
-    with pytest.raises(CoverageError, match="match no row of `mappings/hf/llama.toml`"):
+    with pytest.raises(CoverageError, match="matches no row of `mappings/hf/llama.toml`"):
         convert(source, tmp_path / "ms")
     report = convert(source, tmp_path / "ms", allow_unmapped=True)
     assert row(report, "unmapped") == "model.extra.weight: matches no row of the table"
@@ -417,3 +417,28 @@ def test_a_size_of_nothing_is_refused(tmp_path: Path) -> None:
     for variant in ("base", "qkv_concat"):
         with pytest.raises(UsageError, match="it would hold nothing"):
             convert(source, tmp_path / "ms", variant=variant)
+
+
+def test_a_form_of_huggingfaces_own_is_written_on_demand(tmp_path: Path) -> None:
+    family = load_tables().family("qwen3_moe")
+    config = tiny_config(family) | {"model_type": "qwen3_moe", "tie_word_embeddings": False}
+    config |= {"mlp_only_layers": [], "decoder_sparse_step": 1}
+    source = tmp_path / "hf"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    write_safetensors(source / "model.safetensors", numbered_tensors(resolve(family, config, "hf")), "F32")
+    convert(source, tmp_path / "stacked", to_dialect="hf", variant="stacked")
+    assert any(name.endswith("experts.gate_up_proj") for name in contents(tmp_path / "stacked"))
+    convert(source, tmp_path / "ms")
+    convert(tmp_path / "ms", tmp_path / "two", variant="stacked")
+    assert contents(tmp_path / "two") == contents(tmp_path / "stacked")
+    (tmp_path / "two" / "ckptkit.json").unlink()
+    convert(tmp_path / "two", tmp_path / "back", to_dialect="hf")
+    assert contents(tmp_path / "back") == contents(source)
+
+
+def test_an_adapter_beside_the_model_is_not_passed_over(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    (source / "adapter_config.json").write_text("{}")
+    with pytest.raises(CoverageError, match="holds a LoRA adapter"):
+        convert(source, tmp_path / "ms")

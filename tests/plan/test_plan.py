@@ -72,7 +72,7 @@ def test_a_plan_that_uses_or_names_every_tensor_once_is_proved(fate: str) -> Non
 def test_a_tensor_may_be_used_in_parts_as_long_as_these_are_all_of_it() -> None:
     parts = [output(f"b{start}", node(Slice(0, start, start + 2), [B])) for start in (0, 2)]
     prove(plan_of(output("a", A), *parts, output("c", C)), SOURCE)
-    with pytest.raises(CoverageError, match="1 source tensors would not be used exactly once") as caught:
+    with pytest.raises(CoverageError, match="1 tensor of the source would not be used exactly once") as caught:
         prove(plan_of(output("a", A), parts[0], output("c", C)), SOURCE)
     assert caught.value.items == ("b: 6 of 12 elements used",)
 
