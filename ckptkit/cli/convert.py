@@ -63,7 +63,7 @@ def convert_command(
     as_json: Json = False,
     no_progress: NoProgress = False,
 ) -> None:
-    """Convert weights between HuggingFace and MindSpore, both ways, exactly."""
+    """Convert weights, both ways, exactly."""
     from ckptkit.commands.convert import convert
 
     emit(

@@ -7,7 +7,7 @@ from ckptkit.cli.app import Json, app, emit
 
 @app.command("env")
 def env_command(as_json: Json = False) -> None:
-    """Show versions, known traps among them, cores, memory, space and devices; imports no framework."""
+    """Show versions, traps that apply here, and devices."""
     from ckptkit.commands.env import env
 
     emit(env(), as_json)

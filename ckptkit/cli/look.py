@@ -21,7 +21,7 @@ def inspect_command(
     step: Annotated[int | None, typer.Option("--step", help="The step to take when rank folders hold several.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a checkpoint holds, from its headers alone."""
+    """Say what a checkpoint holds, from its headers."""
     from ckptkit.commands.inspect import inspect
 
     emit(inspect(path, expect=expect, table=table or (), all_tensors=all_tensors, step=step), as_json)
@@ -33,7 +33,7 @@ def check_command(
     as_json: Json = False,
     no_progress: NoProgress = False,
 ) -> None:
-    """Read everything again and compare it with the digests in ckptkit.json."""
+    """Compare every byte with the digests in ckptkit.json."""
     from ckptkit.commands.check import check
 
     emit(check(path, progress=progress_bar(not no_progress)), as_json)
@@ -62,7 +62,7 @@ def diff_command(
     as_json: Json = False,
     no_progress: NoProgress = False,
 ) -> None:
-    """Compare two checkpoints of any formats and namings, tensor by tensor; exit code 1 if they differ."""
+    """Compare two checkpoints, of any format and naming."""
     from ckptkit.commands.diff import diff
 
     emit(

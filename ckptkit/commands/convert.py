@@ -206,6 +206,8 @@ def _report(
                 report.add(label, f"{count} x {pattern}: {reason}" if count > 1 else f"{pattern}: {reason}")
     for note in plan.notes:
         report.add("note", note)
+    if options.dry_run and not options.overwrite and dst.is_dir() and any(dst.iterdir()):
+        report.add("note", f"`{dst}` is not empty: the run itself needs `--overwrite`, or another DST")
     report.add("cost", _cost(plan, options, seconds))
     casts = cast_data(plan, counts)
     report.data = {"source": str(src), "target": str(dst), "dry_run": options.dry_run}
