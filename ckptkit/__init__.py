@@ -69,3 +69,7 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module `ckptkit` has no attribute `{name}`")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -53,6 +53,7 @@ def _command_defaults(path: Path, name: str, table: object, command: Any) -> dic
         raise UsageError(
             f"`{path}`: `{name}` is not a command", hint="write a table for each command: `[convert]` and so on"
         )
+    table = {key.replace("_", "-"): value for key, value in table.items()}
     known = {}
     for parameter in command.params:
         words = [o.lstrip("-") for o in parameter.opts] if parameter.param_type_name == "option" else [parameter.name]

@@ -6,6 +6,7 @@ What does not live here: the commands (their own files), errors and exit codes (
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -77,7 +78,8 @@ def progress_bar(wanted: bool) -> Callable[[int, int], Callable[[int], None]] | 
     def start(total: int, done: int) -> Callable[[int], None]:
         from tqdm import tqdm
 
-        bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, file=sys.stderr, leave=False)
+        width = shutil.get_terminal_size().columns  # 80 where a terminal does not say
+        bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, file=sys.stderr, leave=False, ncols=width)
 
         def advance(count: int) -> None:
             bar.update(count)

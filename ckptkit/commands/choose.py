@@ -17,6 +17,13 @@ from ckptkit.mapping.rows import Family
 from ckptkit.mapping.tables import Match, Tables
 
 Spoke = tuple[str, str]  # (dialect, variant)
+_FRAMEWORKS = {
+    "mindspore": "mindformers",
+    "mindformers": "mindformers",
+    "huggingface": "hf",
+    "torch": "hf",
+    "pytorch": "hf",
+}
 BASE = "base"  # how a user names the layout without a variant
 HUB = "hf"
 
@@ -58,9 +65,7 @@ def choose(
     origin = choose_source(source, tables, family, from_dialect, of_source)
     check_hub_variant(tables, family, origin, from_variant, "--from-variant")
     target = to_dialect or ("mindformers" if origin[0] == "hf" else "hf")
-    if target == "mindformers":
-        target = tables.mindformers_dialect(family)
-    _check_dialect(tables, family, target, "--to")
+    target = _dialect(tables, family, target, "--to")
     told = variant if target != HUB or for_hub else None
     goal = (target, _check_variant(tables, family, target, told))
     if origin[0] == HUB or from_variant not in (None, variant):  # then `variant` is not the source's
@@ -141,10 +146,8 @@ def choose_source(
 
     `options` are what a user passes to tell them, for the errors.
     """
-    if dialect == "mindformers":
-        dialect = tables.mindformers_dialect(family)
     if dialect is not None:
-        _check_dialect(tables, family, dialect, options[0])
+        dialect = _dialect(tables, family, dialect, options[0])
     if source.manifest is not None:
         return _as_written(source.manifest["to"], dialect, variant, options)
     matches = [
@@ -165,7 +168,7 @@ def choose_source(
     if variant is not None:
         found = [spoke for spoke in found if spoke[1] == _stored(variant)] or found
     if len(found) > 1 and found[0][0] != "hf":
-        raise _several(found, source, options[1])
+        raise _several(found, source, family, options[1])
     spoke = found[0]
     if variant is not None and _stored(variant) != spoke[1] and spoke[0] != "hf":
         raise UsageError(
@@ -201,23 +204,28 @@ def _may_be(match: Match, variant: str | None) -> bool:
     return match.dialect == "hf" or match.variant == "" or variant in (None, match.variant)
 
 
-def _several(found: list[Spoke], source: Source, option: str) -> UsageError:
+def _several(found: list[Spoke], source: Source, family: Family, option: str) -> UsageError:
     return UsageError(
         f"the tensor names of `{source.checkpoint.path.name}` fit {len(found)} layouts",
-        items=[f"{dialect}, variant {variant or BASE}" for dialect, variant in found],
+        items=[f"{variant or BASE}: {family.table(dialect, variant).about or dialect}" for dialect, variant in found],
         why="their fused tensors differ only in the order of rows, and nothing in the file tells which it has",
         hint=f"pass `{option}`: what made the file decides (`{BASE}` is the layout without a variant)",
     )
 
 
-def _check_dialect(tables: Tables, family: Family, dialect: str, option: str) -> None:
-    known = ["hf", *tables.dialects(family)]
+def _dialect(tables: Tables, family: Family, told: str, option: str) -> str:
+    """Return a dialect by the name that a user gives it: its own, or that of a framework."""
+    dialect = _FRAMEWORKS.get(told.lower(), told)
+    if dialect == "mindformers":
+        return tables.mindformers_dialect(family)
+    known = [HUB, *tables.dialects(family)]
     if dialect not in known:
         raise UsageError(
-            f"`{option} {dialect}`: the {family.name} family has no such dialect",
+            f"`{option} {told}`: the {family.name} family has no such dialect",
             items=known,
             hint="these are the dialects it has; `mindformers` stands for the one that MindFormers reads",
         )
+    return dialect
 
 
 def _check_variant(tables: Tables, family: Family, dialect: str, told: str | None, option: str = "--variant") -> str:
@@ -226,6 +234,6 @@ def _check_variant(tables: Tables, family: Family, dialect: str, told: str | Non
         raise UsageError(
             f"`{dialect}` of the {family.name} family has no variant `{variant}`",
             items=known or ["(none)"],
-            hint=f"choose one of these, or leave out `{option}`",
+            hint=f"choose one of these, leave out `{option}`, or give the table that has it with `--table`",
         )
     return variant

@@ -17,6 +17,7 @@ from ckptkit.commands.plan_file import check_plan_file, write_plan_file
 from ckptkit.commands.source import (
     SideFiles,
     Source,
+    as_list,
     check_rules,
     find_config,
     load_own_tables,
@@ -27,6 +28,7 @@ from ckptkit.commands.write import Options, Progress, write_plan
 from ckptkit.errors import CoverageError, UsageError
 from ckptkit.formats.base import Checkpoint
 from ckptkit.formats.files import paused_gc
+from ckptkit.formats.manifest import MANIFEST
 from ckptkit.formats.mindspore_ckpt import verify_crc
 from ckptkit.formats.result_folder import check_target
 from ckptkit.mapping.rules import resolve
@@ -76,6 +78,7 @@ def convert(
     Raises UsageError (2), CoverageError (3), ResourceError (4), CorruptError (5); before the first byte is written
     for everything that can be known by then.
     """
+    table = as_list(table)
     options = Options(dry_run, overwrite, workers, digests, Path(plan_file) if plan_file else None)
     src, dst = Path(src), Path(dst)
     started = time.perf_counter()
@@ -195,8 +198,7 @@ def _report(
     report.add("tensors", f"{len(plan.outputs)}, {human_bytes(plan.tensor_bytes)} in {len(plan.files)} file(s)")
     for text in listed([f"{f.name}  {human_bytes(f.size)}" for f in plan.files]):
         report.add("files", text)
-    if plan.side or plan.extra:
-        report.add("beside", ", ".join(sorted([name for _, name in plan.side] + list(plan.extra))))
+    report.add("beside", ", ".join(sorted([name for _, name in plan.side] + [*plan.extra, MANIFEST])))
     for text in cast_rows(plan, counts):
         report.add("cast", text)
     fates_of = {key: getattr(plan, key) for key in ("kept", "ignored", "dropped", "unmapped")}

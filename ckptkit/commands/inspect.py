@@ -124,7 +124,8 @@ def _add_naming(report: Report, source: Source, tables: Tables) -> None:
     if not matches:
         report.add("naming", "not known to any table")
         return
-    best = [m for m in matches if m.matched == matches[0].matched]
+    first = matches[0]
+    best = [m for m in matches if m.matched == first.matched and (m.dialect, m.absent) == (first.dialect, first.absent)]
     names = sorted({f"{m.dialect}{', variant ' + m.variant if m.variant else ''}" for m in best})
     prefix = f"{family.name}, " if family else ""
     report.add("naming", prefix + " or ".join(names))

@@ -57,8 +57,14 @@ def manifest_of(path: Path) -> dict[str, Any] | None:
     return read_manifest(path) if path.is_dir() else _manifest_of_file(path)
 
 
-def load_own_tables(paths: Sequence[str | Path]) -> Tables:
+def as_list(paths: str | Path | Sequence[str | Path]) -> list[Path]:
+    """Return paths as a list, where one alone may be given."""
+    return [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
+
+
+def load_own_tables(paths: str | Path | Sequence[str | Path]) -> Tables:
     """Load the shipped tables and a user's own files, which must be regular ones."""
+    paths = as_list(paths)
     try:
         return load_tables([files.regular_file(Path(path), "a mapping table") for path in paths])
     except RecursionError:

@@ -82,7 +82,8 @@ class Tables:
             raise UsageError(
                 f"config.json says {said}, which no table knows",
                 why=f"the families are {', '.join(self.families())}",
-                hint="name the family with `--model`, or give your own table with `--table FILE`",
+                hint="name the family with `--model` if this is one of them under another name (equal tensor names do "
+                "not make equal arithmetic), or give your own table with `--table FILE`",
             )
         return found
 

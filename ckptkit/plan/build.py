@@ -204,7 +204,7 @@ def _facts(
         "to": {
             "dialect": target_rules.dialect,
             "variant": target_rules.variant,
-            "format": target.kind,
+            "format": "ckpt" if target.kind == "ckpt" else "safetensors",
             "tables": list(target_rules.table_files),
             "rules": rules_digest(target_rules, {spec.name for spec in specs}),
         },

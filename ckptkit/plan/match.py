@@ -7,6 +7,7 @@ written reason, or unmapped. Nothing is guessed: what is not one of the first an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -18,6 +19,14 @@ from ckptkit.mapping.rules import Rule, RuleSet, Tie
 from ckptkit.plan.plan import Fate
 from ckptkit.report import tensors
 from ckptkit.types import TensorInfo
+
+# what optimizers and training loops of MindSpore and PyTorch keep beside the weights
+_STATE = re.compile(
+    r"^(adam_[mv]|moments?|moment[12]|exp_avg(_sq)?|accu_grads?)\b|^(global_step|epoch_num|step_num|loss_scale|scale_sense|"
+    r"learning_rate|lr|beta[12]_power|current_iterator_step|last_overflow_iterator_step)$"
+)
+_ROW_HINT = "add a row, add an [[ignore]] with its reason, or pass `--allow-unmapped`"
+_STATE_HINT = "these are the state of a training run, not weights: pass `--allow-unmapped` to leave them out"
 
 
 @dataclass(slots=True)
@@ -136,7 +145,7 @@ def _missing(missing: list[str], rules: RuleSet, result: Match, source: Checkpoi
         why = "config.json says the head is not tied to the embedding, and it is not stored"
     else:
         prefix = _common_prefix([fate.name for fate in result.unmapped])
-        hint = "get the missing files, or fix config.json if it describes another model"
+        hint = "get the missing files, or fix config.json (or `--model`) if it describes another model"
         if prefix:
             hint = f"the {len(result.unmapped)} tensors without a row begin with `{prefix}`; " + hint
         why = "a model loaded without them would keep random values there"
@@ -162,7 +171,7 @@ def _unmapped(unmapped: list[Fate], rules: RuleSet, source: Checkpoint) -> Cover
         tensors(len(unmapped), f"of {name} matches", f"of {name} match") + f" no row of {_tables(rules)}",
         items=[f"{t.name}  {t.shape}  {t.dtype}" for t in infos],
         why="unmapped tensors would be lost in the output",
-        hint="add a row, add an [[ignore]] with its reason, or pass `--allow-unmapped`",
+        hint=_STATE_HINT if all(_STATE.search(fate.name) for fate in unmapped) else _ROW_HINT,
     )
 
 

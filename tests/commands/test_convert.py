@@ -315,8 +315,9 @@ def test_the_base_layout_has_a_name_for_where_a_variant_has_equal_names(tmp_path
     write_safetensors(source / "model.safetensors", numbered_tensors(resolve(family, config, "hf")), "F32")
     convert(source, tmp_path / "ms")
     (tmp_path / "ms" / "ckptkit.json").unlink()
-    with pytest.raises(UsageError, match="fit 4 layouts"):
+    with pytest.raises(UsageError, match="fit 4 layouts") as caught:
         convert(tmp_path / "ms", tmp_path / "back")
+    assert any("base: QKV per KV group" in item for item in caught.value.items)
     convert(tmp_path / "ms", tmp_path / "back", from_variant="base")
     assert contents(tmp_path / "back") == contents(source)
 
@@ -442,3 +443,27 @@ def test_an_adapter_beside_the_model_is_not_passed_over(tmp_path: Path) -> None:
     (source / "adapter_config.json").write_text("{}")
     with pytest.raises(CoverageError, match="holds a LoRA adapter"):
         convert(source, tmp_path / "ms")
+
+
+def test_training_state_beside_the_weights_is_called_by_its_name(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    convert(source, tmp_path / "ms")
+    tensors = {
+        name: read_region(info).view("uint32") for name, info in open_checkpoint(tmp_path / "ms").tensors.items()
+    }
+    tensors |= {f"adam_m.{name}": array for name, array in list(tensors.items())[:3]}
+    tensors["global_step"] = tensors["model.norm_out.weight"]
+    write_safetensors(tmp_path / "trained.safetensors", tensors, "F32")
+    with pytest.raises(CoverageError, match="4 tensors of `trained.safetensors` match no row") as caught:
+        convert(tmp_path / "trained.safetensors", tmp_path / "back", config=source)
+    assert "state of a training run" in caught.value.hint
+    convert(tmp_path / "trained.safetensors", tmp_path / "back", config=source, allow_unmapped=True)
+    assert contents(tmp_path / "back") == contents(source)
+
+
+@pytest.mark.parametrize("word", ["mindspore", "MindFormers", "mindformers-legacy"])
+def test_a_side_may_be_named_by_its_framework(tmp_path: Path, word: str) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    convert(source, tmp_path / "ms", to_dialect=word, table=[])
+    convert(tmp_path / "ms", tmp_path / "back", from_dialect=word, to_dialect="pytorch")
+    assert contents(tmp_path / "back") == contents(source)
