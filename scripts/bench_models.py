@@ -127,6 +127,11 @@ def ensure_bin(cache: Path, source: Path, to_bin: Callable[[Path, Path], None]) 
     return _ensure(cache / f"{source.name}-bin", lambda folder: to_bin(source, folder))
 
 
+def ensure_made(cache: Path, name: str, make: Callable[[Path], None]) -> Path:
+    """Return the folder that `make(folder)` fills, inside `cache`; make it when it is not there."""
+    return _ensure(cache / f"{name}-r{RECIPE}", make)
+
+
 def _ensure(folder: Path, make: Callable[[Path], None]) -> Path:
     if not folder.is_dir():
         making = folder.with_name(folder.name + ".making")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import bench_models
+import bench_moe
 from benchlib import INNER, LAZY, MIB, Bench, Goal, Measured, Subject, ratio
 
 PEERS = ("cp", "safetensors", "transformers", "mergekit", "mindformers", "mindformers-bf16")
@@ -209,14 +210,19 @@ def cast_section(context: Context) -> Section:
     """bf16 to fp32: every value is kept exactly, and takes twice the room."""
     source, model = context.big()
     tiny, least = context.tiny, 2 * model.num_bytes
+    twice = 'for i in 1 2; do mkdir -p "$2/$i" && cp "$1"/*.safetensors "$2/$i"; done && sync "$2"/*/*'
     subjects = [
         Subject(OURS, "fsyncs; xxh3-128 of each tensor", ckptkit("--dtype", "fp32"), source, tiny, least),
         Subject(START, "the same command on a tiny model", ckptkit("--dtype", "fp32"), tiny, tiny),
         Subject("torch", "load_file, .to(float32), save_file", peer("torch_cast"), source, tiny, least),
+        Subject(CP_SYNC, "as many bytes as the output has", shell(twice), source, tiny, least),
     ]
     results = context.bench.rounds(subjects, context.rounds)
     title = f"cast: bf16 to fp32, {model.num_bytes / 1e9:.2f} GB to {least / 1e9:.2f} GB"
-    return Section(title, results, pair_goals(results, "torch", model.num_tensors))
+    cpu = {result.name: result.values("cpu_s") for result in results}
+    speed = ratio(cpu[CP_SYNC], less(cpu[OURS], cpu[START]))
+    goals = [Goal("speed of the work itself over cp + sync of the output", speed, 0.75)]
+    return Section(title, results, goals + pair_goals(results, "torch", model.num_tensors))
 
 
 def run_make_bin(source: Path, target: Path) -> None:
@@ -269,6 +275,23 @@ def small_section(context: Context) -> Section:
     return Section(f"small: {model.num_tensors} tensors, {model.num_bytes / 1e6:.0f} MB", results, goals)
 
 
+def plan_section(context: Context) -> Section:
+    """A dry run of Qwen3-235B-A22B's shape: planning alone, of sparse files that nobody reads."""
+    sparse = bench_models.ensure_made(context.cache, "qwen3-235b", bench_moe.write)
+
+    def command(source: Path, target: Path) -> list[str]:
+        return ckptkit("--dry-run")(sparse if source == context.tiny else source, target)
+
+    subjects = [Subject("ckptkit --dry-run", "36,945 tensors, 470 GB of holes", command, context.tiny, context.tiny)]
+    results = context.bench.rounds(subjects, context.rounds)
+    anonymous = [a / MIB for a in results[0].values("anonymous_bytes")]
+    goals = [
+        Goal("a dry run, start-up included", tuple(results[0].values("cpu_s")), 3.0, False, "CPU s"),
+        memory_goal(anonymous, sum(1 for _ in bench_moe.tensors())),
+    ]
+    return Section("plan: Qwen3-235B-A22B's shape, 94 layers of 128 experts", results, goals)
+
+
 SECTIONS: dict[str, Callable[[Context], Section]] = {
     "copy": copy_section,
     "start": start_section,
@@ -276,4 +299,5 @@ SECTIONS: dict[str, Callable[[Context], Section]] = {
     "bin": bin_section,
     "ckpt": ckpt_section,
     "small": small_section,
+    "plan": plan_section,
 }

@@ -26,6 +26,8 @@ _STATE = re.compile(
     r"learning_rate|lr|beta[12]_power|current_iterator_step|last_overflow_iterator_step)$"
 )
 _ROW_HINT = "add a row, add an [[ignore]] with its reason, or pass `--allow-unmapped`"
+_PACKED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale_inv|weight_scale)$")
+_PACKED_HINT = "these are packed or scaled weights (GPTQ, AWQ, fp8): dequantise the model first"
 _STATE_HINT = "these are the state of a training run, not weights: pass `--allow-unmapped` to leave them out"
 
 
@@ -140,7 +142,10 @@ def _missing(missing: list[str], rules: RuleSet, result: Match, source: Checkpoi
             why=f"this is not a {rules.family} checkpoint in {rules.dialect} naming",
             hint="name the family with `--model` and the naming with `--from`",
         )
-    if all(name in twins for name in missing):
+    if any(_PACKED.search(fate.name) for fate in result.unmapped):
+        hint = _PACKED_HINT
+        why = "weights of that name are stored in another form"
+    elif all(name in twins for name in missing):
         hint = "if the head is the embedding on purpose, pass `--tie-embeddings`; otherwise get the missing tensor"
         why = "config.json says the head is not tied to the embedding, and it is not stored"
     else:
@@ -171,8 +176,14 @@ def _unmapped(unmapped: list[Fate], rules: RuleSet, source: Checkpoint) -> Cover
         tensors(len(unmapped), f"of {name} matches", f"of {name} match") + f" no row of {_tables(rules)}",
         items=[f"{t.name}  {t.shape}  {t.dtype}" for t in infos],
         why="unmapped tensors would be lost in the output",
-        hint=_STATE_HINT if all(_STATE.search(fate.name) for fate in unmapped) else _ROW_HINT,
+        hint=_hint(unmapped),
     )
+
+
+def _hint(unmapped: list[Fate]) -> str:
+    if all(_STATE.search(fate.name) for fate in unmapped):
+        return _STATE_HINT
+    return _PACKED_HINT if any(_PACKED.search(fate.name) for fate in unmapped) else _ROW_HINT
 
 
 def _check_shapes(expected: Mapping[str, Rule], found: Mapping[str, TensorInfo], rules: RuleSet) -> None:

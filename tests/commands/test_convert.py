@@ -467,3 +467,17 @@ def test_a_side_may_be_named_by_its_framework(tmp_path: Path, word: str) -> None
     convert(source, tmp_path / "ms", to_dialect=word, table=[])
     convert(tmp_path / "ms", tmp_path / "back", from_dialect=word, to_dialect="pytorch")
     assert contents(tmp_path / "back") == contents(source)
+
+
+def test_packed_weights_are_called_by_their_method(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    name = "model.layers.0.self_attn.q_proj"
+
+    def pack(tensors: dict[str, Any]) -> None:
+        weight = tensors.pop(f"{name}.weight")
+        tensors |= {f"{name}.{part}": weight for part in ("qweight", "qzeros", "scales")}
+
+    rewrite(source, pack)
+    with pytest.raises(CoverageError, match="1 tensor is missing") as caught:
+        convert(source, tmp_path / "ms")
+    assert "GPTQ" in caught.value.hint
