@@ -98,14 +98,6 @@ class Region:
         """Return the region as an index for an array."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
-    def intersect(self, other: Region) -> Region | None:
-        """Return the common box, or None when the two share no element."""
-        start = tuple(map(max, self.start, other.start))
-        stop = tuple(map(min, self.stop, other.stop))
-        if any(a >= b for a, b in zip(start, stop, strict=True)):
-            return None
-        return Region(start, stop)
-
     def relative_to(self, origin: Sequence[int]) -> Region:
         """Return the same box in the coordinates of a box that starts at `origin`."""
         return Region(

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "ckptkit"
 # a module may import modules of a lower level, and of its own room
 LEVELS = {
     "cli": 7, "__main__": 8, "commands": 6, "settings": 6, "execute": 5, "compare": 5, "moves": 4, "plan": 3,
-    "mapping": 2, "layout": 2, "formats": 2, "cast": 2, "values": 2, "types": 1, "report": 1, "errors": 0, "": 0,
+    "mapping": 2, "formats": 2, "cast": 2, "values": 2, "types": 1, "report": 1, "errors": 0, "": 0,
 }  # fmt: skip
 FRAMEWORKS = {"torch", "mindspore", "mindformers", "transformers", "safetensors"}
 

@@ -1,21 +1,18 @@
 """The files beside the weights: config.json as a plain dict, and which files travel with a checkpoint.
 
-transformers 4 and 5 spell some keys differently: `torch_dtype` became `dtype`, `rope_theta` and `rope_scaling` became
-`rope_parameters`. Both are read here; nothing else interprets a config here.
+Nothing here interprets a config: the tables' dims and flags do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CorruptError, UsageError
+from ckptkit.errors import UsageError
 from ckptkit.formats import files, folder
 
 CONFIG = "config.json"
 MANIFEST = "ckptkit.json"
-DEFAULT_ROPE_THETA = 10000.0
 _PASSING_SUFFIXES = (".lock", ".incomplete", ".tmp", ".partial", ".aria2", ".crc")
 
 
@@ -28,42 +25,6 @@ def read_config(path: Path) -> dict[str, Any]:
     if not file.exists() and not file.is_symlink():
         raise UsageError(f"no `{CONFIG}` in `{file.parent}`", hint="name an HF folder or config.json with `--config`")
     return files.read_json_object(file)
-
-
-def rope_theta(config: Mapping[str, Any]) -> float:
-    """Return the rotary base; 10000 when the config has none, as in transformers.
-
-    Raises CorruptError when both spellings are there and differ.
-    """
-    new = config.get("rope_parameters")
-    stated = [
-        value
-        for value in (config.get("rope_theta"), new.get("rope_theta") if isinstance(new, dict) else None)
-        if value is not None
-    ]
-    if len(stated) == 2 and stated[0] != stated[1]:
-        raise CorruptError(
-            f"config has rope_theta {stated[0]} and rope_parameters.rope_theta {stated[1]}",
-            why="transformers 4 reads the first and transformers 5 the second",
-            hint="remove the wrong one",
-        )
-    return float(stated[0]) if stated else DEFAULT_ROPE_THETA
-
-
-def rope_scaling(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the rotary scaling as transformers 4 spells it, or None for plain rotary embedding."""
-    scaling = config.get("rope_scaling") or config.get("rope_parameters")
-    if not isinstance(scaling, dict):
-        return None
-    result = {key: value for key, value in scaling.items() if key not in ("rope_theta", "type")}
-    result.setdefault("rope_type", scaling.get("type", "default"))
-    return None if result == {"rope_type": "default"} else result
-
-
-def config_dtype(config: Mapping[str, Any]) -> str | None:
-    """Return the dtype that the config states, as torch names it (`bfloat16`), or None."""
-    value = config.get("dtype") or config.get("torch_dtype")
-    return value.removeprefix("torch.") if isinstance(value, str) else None
 
 
 def side_files(path: Path) -> list[Path]:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from ckptkit.errors import CoverageError, UsageError
 from ckptkit.formats.base import Checkpoint
+from ckptkit.formats.folder import rank_folders
 from ckptkit.formats.registry import open_checkpoint
 
-_RANK = re.compile(r"rank_(\d+)")
 _STEP = re.compile(r"-(\d+)_(\d+)$")
 _SUFFIXES = (".ckpt", ".safetensors")
 
@@ -32,8 +32,7 @@ class RankSet:
 
 def find_ranks(folder: Path) -> dict[int, Path]:
     """Return the `rank_N` folders in `folder` by number; {} when there are none."""
-    found = {int(m[1]): path for path in folder.iterdir() if (m := _RANK.fullmatch(path.name)) and path.is_dir()}
-    return dict(sorted(found.items()))
+    return {int(name.removeprefix("rank_")): folder / name for name in rank_folders(folder)}
 
 
 def open_ranks(folder: Path, *, step: int | None = None) -> RankSet:

@@ -31,11 +31,6 @@ _LEGACY_MAGIC_BYTES = b"\x8a\x0a" + _LEGACY_MAGIC.to_bytes(10, "little")
 _LEGACY_VERSION = 1001
 
 
-def is_torch_file(head: bytes) -> bool:
-    """Say whether a file that starts with `head` (64 bytes are enough) is a zip archive or a legacy PyTorch file."""
-    return head.startswith(_ZIP_MAGICS) or (head[:1] == b"\x80" and _LEGACY_MAGIC_BYTES in head[:64])
-
-
 def read_index(file: Path) -> FileIndex:
     """Return where each tensor of a PyTorch file lies.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import CorruptError, CoverageError, UsageError
-from ckptkit.formats.model_config import config_dtype, read_config, rope_scaling, rope_theta, side_files
+from ckptkit.formats.model_config import read_config, side_files
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 499723\n"
 
@@ -57,56 +57,6 @@ def test_a_dangling_config_says_where_it_points(tmp_path: Path) -> None:
     (tmp_path / "config.json").symlink_to("../blobs/gone")
     with pytest.raises(CoverageError, match=r"points to missing `\.\./blobs/gone`"):
         read_config(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("config", "theta", "scaling"),
-    [
-        ({}, 10000.0, None),
-        ({"rope_theta": 500000.0}, 500000.0, None),
-        ({"rope_theta": 5e5, "rope_scaling": None}, 5e5, None),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1e6, None),
-        ({"rope_parameters": {"rope_theta": 1e6}}, 1e6, None),
-        ({"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e6}}, 1e6, None),
-        (
-            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            5e5,
-            {"rope_type": "llama3", "factor": 8.0},
-        ),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 1e4, {"rope_type": "linear", "factor": 2.0}),
-        (
-            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0}},
-            5e5,
-            {"rope_type": "llama3", "factor": 8.0},
-        ),
-    ],
-)
-def test_both_spellings_of_the_rotary_base_are_read(
-    config: dict[str, object], theta: float, scaling: dict[str, object] | None
-) -> None:
-    assert rope_theta(config) == theta
-    assert rope_scaling(config) == scaling
-
-
-def test_two_different_rotary_bases_are_refused() -> None:
-    with pytest.raises(CorruptError, match="rope_theta 10000"):
-        rope_theta({"rope_theta": 10000.0, "rope_parameters": {"rope_theta": 1e6}})
-
-
-@pytest.mark.parametrize(
-    ("config", "dtype"),
-    [
-        ({"torch_dtype": "bfloat16"}, "bfloat16"),
-        ({"dtype": "float32"}, "float32"),
-        ({"dtype": "float32", "torch_dtype": "bfloat16"}, "float32"),
-        ({"dtype": None, "torch_dtype": "bfloat16"}, "bfloat16"),
-        ({"torch_dtype": "torch.float16"}, "float16"),
-        ({"torch_dtype": None}, None),
-        ({}, None),
-    ],
-)
-def test_both_spellings_of_the_dtype_are_read(config: dict[str, object], dtype: str | None) -> None:
-    assert config_dtype(config) == dtype
 
 
 TRAVEL = (

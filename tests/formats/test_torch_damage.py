@@ -31,7 +31,7 @@ from torch_bytes import (
 
 from ckptkit.errors import CkptkitError, CorruptError, UnsafeError, UsageError
 from ckptkit.formats.io import read_region
-from ckptkit.formats.torch_pickle import is_torch_file, read_index
+from ckptkit.formats.torch_pickle import read_index
 from ckptkit.types import DTYPES
 
 PLAIN = whole(dict_of({"w": tensor()}))
@@ -60,12 +60,6 @@ def test_the_golden_files_are_read_bit_for_bit(kind: str) -> None:
     }
     assert found == expected
     assert ("the tensors are those under the key `state_dict`" in index.notes) == (kind == "legacy")
-    assert is_torch_file((GOLDEN / f"{kind}.bin").read_bytes()[:64])
-
-
-@pytest.mark.parametrize("head", [b"", b"\x80\x02", b"\x80\x02\0\0\0\0\0\0{", b"version https://git-lfs", b"\x0a\x10"])
-def test_other_files_are_not_taken_for_pytorch_files(head: bytes) -> None:
-    assert not is_torch_file(head)
 
 
 def test_a_file_written_by_hand_is_read(tmp_path: Path) -> None:
