@@ -182,12 +182,7 @@ def bin_section(context: Context) -> Section:
         Subject(START, "the same command on a tiny model", ckptkit(), tiny, tiny),
         Subject("torch", "load + save as safetensors", peer("torch_bin"), folder, tiny, model.num_bytes),
     ]
-    results = context.bench.rounds(subjects, context.rounds)
-    return Section(
-        f"bin: pytorch_model.bin, {model.num_bytes / 1e9:.2f} GB",
-        results,
-        pair_goals(results, "torch", model.num_tensors),
-    )
+    return _against_one(context, subjects, f"bin: pytorch_model.bin, {model.num_bytes / 1e9:.2f} GB", model)
 
 
 def ckpt_section(context: Context) -> Section:
@@ -198,12 +193,13 @@ def ckpt_section(context: Context) -> Section:
         Subject(START, "the same on a tiny model", ckptkit("--format", "ckpt"), context.tiny, context.tiny),
         Subject("mindspore", "save_checkpoint", peer("mindspore_ckpt"), source, context.tiny, model.num_bytes),
     ]
+    return _against_one(context, subjects, f"ckpt: .ckpt output, {model.num_bytes / 1e9:.2f} GB", model)
+
+
+def _against_one(context: Context, subjects: Sequence[Subject], title: str, model: bench_models.Llama) -> Section:
+    """Measure ckptkit against the last of `subjects`."""
     results = context.bench.rounds(subjects, context.rounds)
-    return Section(
-        f"ckpt: .ckpt output, {model.num_bytes / 1e9:.2f} GB",
-        results,
-        pair_goals(results, "mindspore", model.num_tensors),
-    )
+    return Section(title, results, pair_goals(results, subjects[-1].name, model.num_tensors))
 
 
 def cast_section(context: Context) -> Section:

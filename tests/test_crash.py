@@ -26,13 +26,6 @@ SOURCE = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "intermediate": 
 ARGS = ("--workers", "1", "--no-progress", "--max-shard-size", "6KB")  # one worker: the same steps in every run
 
 
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    runner = Runner(tmp_path_factory.mktemp("runner"))
-    yield runner
-    runner.close()
-
-
 @pytest.fixture
 def room(tmp_path: Path) -> Iterator[Path]:
     """A folder for results; in memory where that can be, for a SIGKILL does not ask whether a sync took long."""

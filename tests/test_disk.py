@@ -26,13 +26,6 @@ ARGS = ("--workers", "1", "--no-progress", "--max-shard-size", "12KB")
 MIB = 1 << 20
 
 
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    runner = Runner(tmp_path_factory.mktemp("runner"))
-    yield runner
-    runner.close()
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     folder = make_hf_plain(tmp_path / "src", layers=2, shards=4)

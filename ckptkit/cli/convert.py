@@ -9,45 +9,50 @@ import typer
 
 from ckptkit.cli.app import Json, NoProgress, Table, app, emit, progress_bar
 
+Model = Annotated[
+    str | None, typer.Option("--model", help="Family or alias (llama2, ...); config.json decides without it.")
+]
+From = Annotated[
+    str | None, typer.Option("--from", help="Naming of SRC: hf, mindformers, ...; found by its names without it.")
+]
+To = Annotated[str | None, typer.Option("--to", help="Naming of DST: hf, mindformers, ...; the other side without it.")]
+Variant = Annotated[
+    str | None, typer.Option("--variant", help="Layout of fused tensors on the MindSpore side (qkv_concat, ...).")
+]
+FromVariant = Annotated[
+    str | None, typer.Option("--from-variant", help="Layout of fused tensors in SRC, when both sides have one.")
+]
+Format = Annotated[str | None, typer.Option("--format", help="MindSpore output: safetensors (default) or ckpt.")]
+Config = Annotated[
+    Path | None, typer.Option("--config", help="Folder or config.json of the model, when SRC has none beside it.")
+]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="Cast floating-point tensors: bf16, fp16, fp32; none is cast without.")
+]
+
 
 @app.command("convert")
 def convert_command(
     src: Annotated[Path, typer.Argument(help="A HuggingFace folder, a MindSpore folder, or a file.", metavar="SRC")],
     dst: Annotated[Path, typer.Argument(help="The folder to make. It appears when it is complete.", metavar="DST")],
-    model: Annotated[
-        str | None, typer.Option("--model", help="Family or alias (llama2, ...); config.json decides without it.")
-    ] = None,
-    from_dialect: Annotated[
-        str | None, typer.Option("--from", help="Naming of SRC: hf, mindformers, ...; found by its names without it.")
-    ] = None,
-    to_dialect: Annotated[
-        str | None, typer.Option("--to", help="Naming of DST: hf, mindformers, ...; the other side without it.")
-    ] = None,
-    variant: Annotated[
-        str | None, typer.Option("--variant", help="Layout of fused tensors on the MindSpore side (qkv_concat, ...).")
-    ] = None,
-    from_variant: Annotated[
-        str | None, typer.Option("--from-variant", help="Layout of fused tensors in SRC, when both sides have one.")
-    ] = None,
-    format: Annotated[
-        str | None, typer.Option("--format", help="MindSpore output: safetensors (default) or ckpt.")
-    ] = None,
+    model: Model = None,
+    from_dialect: From = None,
+    to_dialect: To = None,
+    variant: Variant = None,
+    from_variant: FromVariant = None,
+    format: Format = None,
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", help="Largest safetensors file: 5GB, 500MB, 2GiB.")
     ] = "5GB",
     table: Table = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", help="Folder or config.json of the model, when SRC has none beside it.")
-    ] = None,
+    config: Config = None,
     tie_embeddings: Annotated[
         bool, typer.Option("--tie-embeddings", help="A head that is not stored is the embedding.")
     ] = False,
     allow_unmapped: Annotated[
         bool, typer.Option("--allow-unmapped", help="Leave out tensors that match no row, and report them.")
     ] = False,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Cast floating-point tensors: bf16, fp16, fp32; none is cast without.")
-    ] = None,
+    dtype: Dtype = None,
     clamp: Annotated[
         bool, typer.Option("--clamp", help="With --dtype: values that overflow become the largest finite one.")
     ] = False,

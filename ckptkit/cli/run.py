@@ -111,7 +111,7 @@ def _error_data(error: CkptkitError, args: Sequence[str]) -> dict[str, Any]:
 def main() -> NoReturn:
     """Run the command line on this process's arguments."""
     _open_streams()
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's idle threads would cost 45 ms of a start
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's idle threads would only spin
     for number in STOPPED:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _stop)
