@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptkit.commands.choose import Spoke, check_hub_variant, choose_source, refuse_empty, type_text
 from ckptkit.commands.diff_report import Sides, report_on
-from ckptkit.commands.source import Source, find_config, load_own_tables, manifest_of, open_named
+from ckptkit.commands.source import Source, check_rules, find_config, load_own_tables, manifest_of, open_named
 from ckptkit.compare import Comparer
 from ckptkit.errors import CoverageError, UsageError
 from ckptkit.execute import execute
@@ -23,6 +23,7 @@ from ckptkit.formats.base import Checkpoint
 from ckptkit.formats.files import listed
 from ckptkit.formats.model_config import read_config
 from ckptkit.formats.wrappers import unwrap
+from ckptkit.mapping.expr import Leaf
 from ckptkit.mapping.rows import Family
 from ckptkit.mapping.rules import RuleSet, resolve
 from ckptkit.mapping.tables import Tables
@@ -82,7 +83,8 @@ def diff(
     max |a - b| and, as the relative difference, max |a - b| / max |a| over the tensor.
 
     `model`, `config` and `table` are as for `convert`; `dialect_a`, `variant_a` and their twins settle the naming
-    of a side that its names or manifest do not. Raises UsageError, CorruptError or ResourceError.
+    of a side that its names or manifest do not. Raises UsageError, CorruptError or ResourceError; CoverageError when
+    a side was fused with other sizes than config.json gives.
     """
     asked = Asked(model, Path(config) if config else None, dialect_a, dialect_b, variant_a, variant_b)
     refuse_empty(
@@ -102,6 +104,19 @@ def diff(
     how = settled.note + ("" if settled.family is None or asked.config else _other_config(one, two))
     sides = Sides(Path(a), Path(b), one.checkpoint, two.checkpoint, how, settled.a, settled.b, rules)
     return report_on(sides, pairing, comparer.tallies)
+
+
+def _check_made(side: Source, rules: RuleSet) -> None:
+    """Raise CoverageError when a result of ours was fused by other sizes than `rules` have, though all shapes fit.
+
+    Its rows lie in another order then, and equal bytes would not mean equal weights, nor different ones different.
+    """
+    manifest = side.manifest
+    if manifest is None or all(isinstance(rule.expr, Leaf) for rule in rules.rules):
+        return
+    shapes = {rule.target: list(rule.expr.shape) for rule in rules.rules}
+    if all(shapes.get(name) == row["shape"] for name, row in manifest["tensors"].items()):
+        check_rules(side, rules.dims, manifest["to"].get("rules", ""))
 
 
 def _open(path: Path) -> Source:
@@ -200,10 +215,13 @@ def _pair(a: Source, b: Source, settled: _Settled, asked: Asked) -> tuple[Pairin
     if family is None or config is None:
         return pair_by_names(a.checkpoint, b.checkpoint, None, Tied()), ()
     rules_a = resolve(family, config, *settled.a)
+    _check_made(a, rules_a)
     tied = Tied(_tied(a, family, asked, rules_a.tied), _tied(b, family, asked, rules_a.tied))
     if settled.a == settled.b:
+        _check_made(b, rules_a)
         return pair_by_names(a.checkpoint, b.checkpoint, rules_a, tied), (rules_a,)
     rules_b = resolve(family, config, *settled.b)
+    _check_made(b, rules_b)
     return pair_by_rules(a.checkpoint, b.checkpoint, rules_a, rules_b, tied), (rules_a, rules_b)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptkit import UsageError, convert, diff, open_checkpoint
+from ckptkit import CoverageError, UsageError, convert, diff, open_checkpoint
 from ckptkit.cli import run
 from ckptkit.mapping.rules import resolve
 from ckptkit.mapping.tables import load_tables
@@ -399,3 +399,18 @@ def test_a_head_alone_is_compared_with_an_embedding_alone(tmp_path: Path) -> Non
     tensors["lm_head.weight"] = tensors["lm_head.weight"] ^ 1
     write_safetensors(source / "model.safetensors", tensors, "F32")
     assert diff(source, tmp_path / "ms").exit_code == 1
+
+
+def test_a_side_that_was_fused_with_other_sizes_gets_no_verdict(tmp_path: Path) -> None:
+    """Its shapes fit, but its rows lie in another order: equal bytes would not be equal weights."""
+    source = make_hf_plain(tmp_path / "hf", heads=4, kv_heads=2)
+    config = json.loads((source / "config.json").read_text())
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(config | {"num_attention_heads": 8, "num_key_value_heads": 4}))
+    convert(source, tmp_path / "eight", config=other, variant="qkv_concat")
+    convert(source, tmp_path / "four", variant="qkv_concat")
+    assert diff(source, tmp_path / "four").exit_code == diff(tmp_path / "four", source).exit_code == 0
+    assert diff(tmp_path / "eight", source).exit_code == 0
+    for a, b in ((source, "eight"), (tmp_path / "four", "eight"), (tmp_path / "eight", "four")):
+        with pytest.raises(CoverageError, match="was not made with this config.json"):
+            diff(a, tmp_path / b)
