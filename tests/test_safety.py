@@ -226,3 +226,18 @@ def test_a_plan_file_that_is_an_input_is_refused(tmp_path: Path, source: Path) -
     before = listing(source)
     assert run(["convert", str(source), str(tmp_path / "out"), "--plan", str(source / "config.json")]) == 2
     assert listing(source) == before
+
+
+def test_an_unfinished_result_that_vanishes_while_it_is_measured_is_no_error(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run of the same conversion may give it its name at that moment."""
+
+    def vanish(self: Path, pattern: str) -> Iterator[Path]:
+        yield from ()
+        raise FileNotFoundError(2, "No such file or directory", str(self))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rglob", vanish)
+        assert run(["convert", str(source), str(tmp_path / "ms")]) == 0
+    assert whole(tmp_path / "ms")

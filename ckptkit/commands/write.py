@@ -69,8 +69,11 @@ def write_plan(
 
 
 def _already_written(folder: ResultFolder) -> int:
-    partial = folder.partial
-    return sum(f.stat().st_blocks * 512 for f in partial.rglob("*") if f.is_file()) if partial.is_dir() else 0
+    """Return the bytes that an earlier run left on disk; none, when another run gives them their name just now."""
+    try:
+        return sum(f.stat().st_blocks * 512 for f in folder.partial.rglob("*") if f.is_file())
+    except FileNotFoundError:
+        return 0
 
 
 @contextlib.contextmanager
