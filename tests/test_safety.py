@@ -14,6 +14,8 @@ from crash_checks import Runner, Snapshot, snapshot, state_fault
 from tiny_models import make_hf_plain
 
 from ckptkit.cli import run
+from ckptkit.commands.write import already_written
+from ckptkit.formats.result_folder import ResultFolder
 
 ARGS = ("--no-progress", "--max-shard-size", "40KB")
 
@@ -229,15 +231,18 @@ def test_a_plan_file_that_is_an_input_is_refused(tmp_path: Path, source: Path) -
 
 
 def test_an_unfinished_result_that_vanishes_while_it_is_measured_is_no_error(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another run of the same conversion may give it its name at that moment."""
+    folder = ResultFolder(tmp_path / "out", "a" * 32)
+    folder.partial.mkdir()
+    (folder.partial / "part0.safetensors").write_bytes(b"x" * 5000)
+    assert already_written(folder) >= 5000
 
     def vanish(self: Path, pattern: str) -> Iterator[Path]:
-        yield from ()
+        yield self / "part0.safetensors"
         raise FileNotFoundError(2, "No such file or directory", str(self))
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rglob", vanish)
-        assert run(["convert", str(source), str(tmp_path / "ms")]) == 0
-    assert whole(tmp_path / "ms")
+        assert already_written(folder) == 0

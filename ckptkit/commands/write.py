@@ -43,7 +43,7 @@ def write_plan(
     check_target(dst, [], overwrite=options.overwrite)
     digest = plan.digest()
     folder = ResultFolder(dst, digest, options.overwrite)
-    check_space(folder.target, plan.bytes_written - _already_written(folder))
+    check_space(folder.target, plan.bytes_written - already_written(folder))
     folder.open()
     try:
         if folder.complete:
@@ -68,7 +68,7 @@ def write_plan(
     return counts
 
 
-def _already_written(folder: ResultFolder) -> int:
+def already_written(folder: ResultFolder) -> int:
     """Return the bytes that an earlier run left on disk; none, when another run gives them their name just now."""
     try:
         return sum(f.stat().st_blocks * 512 for f in folder.partial.rglob("*") if f.is_file())
