@@ -3,11 +3,12 @@
     [convert]
     src = "hub/Llama-2-7b-hf"
     dst = "ms/llama2-7b"
-    format = "ckpt"
+    variant = "qkv_concat"
     max-shard-size = "2GB"
 
 A table for each command (`[tables.show]` for one of a group); keys are the long options without dashes, and `src`,
-`dst`, `path` for the arguments. What is typed on the command line wins.
+`dst`, `path` for the arguments. What is typed on the command line wins. A default that does nothing in a conversion
+is passed over with a note (`commands/defaults.py`).
 """
 
 from __future__ import annotations

@@ -164,8 +164,8 @@ def test_an_old_result_that_may_not_be_removed_stays_beside_the_new_one(
     tmp_path: Path, source: Path, new: Snapshot, runner: Runner
 ) -> None:
     target = tmp_path / "room" / "out"
-    target.mkdir(parents=True)
-    (target / "old").write_bytes(b"old")
+    make_hf_plain(tmp_path / "other", seed=1)
+    assert runner.run("convert", tmp_path / "other", target) == 0
     target.chmod(0o555)
     command = ("convert", source, target, *ARGS, "--overwrite")
     for _ in range(2):

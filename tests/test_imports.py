@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +67,14 @@ def test_a_module_imports_only_what_is_below_it(path: Path) -> None:
 )
 def test_a_wrong_import_is_seen(source: str) -> None:
     assert faults("ckptkit.formats.io", source)
+
+
+def test_what_ckptkit_needs_is_what_it_imports() -> None:
+    """Test tools, and the frameworks' own packages, are none of its dependencies."""
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[^\w-]", requirement)[0] for requirement in project["dependencies"]}
+    imported = {name.split(".")[0] for path in modules() for name in imports(path.read_text())}
+    assert needed == imported - sys.stdlib_module_names - {"ckptkit"}
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["convert", "--help"], ["inspect", "nothing_here"]])

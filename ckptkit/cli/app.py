@@ -45,6 +45,12 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
+def from_settings(context: typer.Context) -> list[str]:
+    """Return the names of the parameters whose values come from `ckptkit.toml`, and were not typed."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source is not None and source.name == "DEFAULT_MAP"]
+
+
 def emit(report: Report, as_json: bool) -> None:
     """Print a report to stdout and leave with its exit code; ResourceError when it cannot be written.
 

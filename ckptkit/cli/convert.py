@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ckptkit.cli.app import Json, NoProgress, Table, app, emit, progress_bar
+from ckptkit.cli.app import Json, NoProgress, Table, app, emit, from_settings, progress_bar
 
 Model = Annotated[
     str | None, typer.Option("--model", help="Family or alias (llama2, ...); config.json decides without it.")
@@ -33,6 +33,7 @@ Dtype = Annotated[
 
 @app.command("convert")
 def convert_command(
+    context: typer.Context,
     src: Annotated[Path, typer.Argument(help="A HuggingFace folder, a MindSpore folder, or a file.", metavar="SRC")],
     dst: Annotated[Path, typer.Argument(help="The folder to make. It appears when it is complete.", metavar="DST")],
     model: Model = None,
@@ -42,8 +43,8 @@ def convert_command(
     from_variant: FromVariant = None,
     format: Format = None,
     max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", help="Largest safetensors file: 5GB, 500MB, 2GiB.")
-    ] = "5GB",
+        str | None, typer.Option("--max-shard-size", help="Largest safetensors file: 500MB, 2GiB; 5GB without it.")
+    ] = None,
     table: Table = None,
     config: Config = None,
     tie_embeddings: Annotated[
@@ -59,7 +60,7 @@ def convert_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; write nothing.")] = False,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="Write the plan as JSON to this file.")] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace DST, once the new result is complete.")
+        bool, typer.Option("--overwrite", help="Replace DST, if it holds a result of ckptkit and nothing else.")
     ] = False,
     workers: Annotated[int, typer.Option("--workers", min=1, max=64, help="Threads that read and write.")] = 2,
     no_digest: Annotated[
@@ -77,7 +78,7 @@ def convert_command(
             from_variant=from_variant, format=format, max_shard_size=max_shard_size, table=table or (),
             config=config, tie_embeddings=tie_embeddings, allow_unmapped=allow_unmapped, dtype=dtype,
             clamp=clamp, dry_run=dry_run, overwrite=overwrite, workers=workers, digests=not no_digest,
-            plan_file=plan_file, progress=progress_bar(not no_progress),
+            plan_file=plan_file, progress=progress_bar(not no_progress), defaults=from_settings(context),
         ),
         as_json,
     )  # fmt: skip

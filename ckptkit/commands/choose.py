@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.commands.defaults import Defaults
 from ckptkit.commands.source import Source
 from ckptkit.errors import UsageError
 from ckptkit.mapping.rows import Family
@@ -49,11 +50,12 @@ def choose(
     to_dialect: str | None,
     variant: str | None,
     from_variant: str | None,
+    given: Defaults,
 ) -> Choice:
     """Return the choice; UsageError says what to pass when it cannot be settled.
 
     `variant` belongs to the side that is not HuggingFace, or to the target: with two such sides, and where it names
-    a form of HuggingFace's own.
+    a form of HuggingFace's own. One that HuggingFace's side does not have is passed over where it is a default.
     """
     refuse_empty(
         {"--model": model, "--from": from_dialect, "--to": to_dialect, "--variant": variant,
@@ -63,13 +65,19 @@ def choose(
     for_hub = to_dialect in (None, HUB) and variant in tables.variants(family, HUB)  # the form to write, not to read
     of_source = variant if from_variant is None and to_dialect in (None, HUB) and not for_hub else from_variant
     origin = choose_source(source, tables, family, from_dialect, of_source)
-    check_hub_variant(tables, family, origin, from_variant, "--from-variant")
+    try:
+        check_hub_variant(tables, family, origin, from_variant, "--from-variant")
+    except UsageError as error:
+        given.pass_over("from_variant", error)
     target = to_dialect or ("mindformers" if origin[0] == "hf" else "hf")
     target = _dialect(tables, family, target, "--to")
     told = variant if target != HUB or for_hub else None
     goal = (target, _check_variant(tables, family, target, told))
     if origin[0] == HUB or from_variant not in (None, variant):  # then `variant` is not the source's
-        check_hub_variant(tables, family, goal, variant, "--variant")
+        try:
+            check_hub_variant(tables, family, goal, variant, "--variant")
+        except UsageError as error:
+            given.pass_over("variant", error)
     return Choice(family, how, origin, goal, tuple(notes))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from ckptkit.cast import CastCount, parse_dtype
 from ckptkit.commands.cast_report import cast_data, cast_rows, cast_tensors
 from ckptkit.commands.choose import Choice, choose
+from ckptkit.commands.defaults import Defaults
 from ckptkit.commands.plan_file import check_plan_file, write_plan_file
 from ckptkit.commands.source import (
     SideFiles,
@@ -30,7 +31,7 @@ from ckptkit.formats.base import Checkpoint
 from ckptkit.formats.files import paused_gc
 from ckptkit.formats.manifest import MANIFEST
 from ckptkit.formats.mindspore_ckpt import verify_crc
-from ckptkit.formats.result_folder import check_target
+from ckptkit.formats.target import check_place, check_replaceable
 from ckptkit.mapping.rules import resolve
 from ckptkit.plan.build import Target, build_plan, rules_digest
 from ckptkit.plan.plan import Plan
@@ -51,7 +52,7 @@ def convert(
     variant: str | None = None,
     from_variant: str | None = None,
     format: str | None = None,
-    max_shard_size: str | int = DEFAULT_SHARD,
+    max_shard_size: str | int | None = None,
     table: Sequence[str | Path] = (),
     config: str | Path | None = None,
     tie_embeddings: bool = False,
@@ -64,6 +65,7 @@ def convert(
     digests: bool = True,
     plan_file: str | Path | None = None,
     progress: Progress | None = None,
+    defaults: Collection[str] = (),
 ) -> Report:
     """Convert the checkpoint `src` into the folder `dst` and return a report.
 
@@ -72,8 +74,8 @@ def convert(
     are `hf`, `mindformers` or a dialect's own name; `format` is `safetensors` or `ckpt`, for MindSpore output;
     `table` are mapping files of your own. `dtype` (`bf16`, `fp16`, `fp32`, or torch's names) casts floating-point
     tensors, and `clamp` lets values that overflow become the largest finite one. `dry_run` plans and proves, and
-    writes nothing but `plan_file`.
-    `progress(total_bytes, done_bytes)` returns a function that is told of bytes done.
+    writes nothing but `plan_file`. `progress(total_bytes, done_bytes)` returns a function that is told of bytes done.
+    `defaults` names the options that nobody asked for: one that does nothing is passed over with a note, not refused.
 
     Raises UsageError (2), CoverageError (3), ResourceError (4), CorruptError (5); before the first byte is written
     for everything that can be known by then.
@@ -84,24 +86,33 @@ def convert(
     started = time.perf_counter()
     source = _open(src)
     read = [src, *source.checkpoint.files, *(Path(path) for path in (*table, *([config] if config else [])))]
-    check_target(dst, read, overwrite=options.overwrite or options.dry_run)
-    wanted = _dtype(dtype, clamp, source.checkpoint)
+    _check_target(dst, read, options)
+    given = Defaults(defaults)
+    wanted = _dtype(dtype, clamp, source.checkpoint, given)
     settings, side, notes = find_config(source, Path(config) if config else None)
     if options.plan_file:
         check_plan_file(options.plan_file, dst, [*read, *(path for path, _ in side)])
     tables = load_own_tables(table)
     choice = choose(
         source, settings, tables, model=model, from_dialect=from_dialect, to_dialect=to_dialect,
-        variant=variant, from_variant=from_variant,
+        variant=variant, from_variant=from_variant, given=given,
     )  # fmt: skip
-    size = parse_size(max_shard_size)
-    target = Target(_kind(choice, format), size, tie_embeddings, allow_unmapped, wanted, clamp)
+    kind, size = _layout(choice, format, max_shard_size, given)
+    target = Target(kind, size, tie_embeddings, allow_unmapped, wanted, clamp)
     plan = _plan(source, choice, settings, side, target)
-    plan = replace(plan, notes=(*plan.notes, *notes, *_dtype_notes(plan), *_digest_notes(source, options)))
+    notes += [*given.notes, *_dtype_notes(plan), *_digest_notes(source, options)]
+    plan = replace(plan, notes=(*plan.notes, *notes))
     if options.plan_file:
         write_plan_file(options.plan_file, plan, overwrite=overwrite)
     counts = None if options.dry_run else write_plan(plan, source, dst, options, progress)
     return _report(plan, src, dst, choice, options, counts, time.perf_counter() - started)
+
+
+def _check_target(dst: Path, sources: Sequence[Path], options: Options) -> None:
+    """Raise UsageError when no result may go to `dst`; a dry run only notes that it may not be replaced."""
+    check_place(dst, sources)
+    if not options.dry_run:
+        check_replaceable(dst, overwrite=options.overwrite)
 
 
 def _open(src: Path) -> Source:
@@ -142,11 +153,12 @@ def _digest_notes(source: Source, options: Options) -> list[str]:
     return ["`--no-digest`: the tensors read were not compared with the digests in the ckptkit.json of SRC"]
 
 
-def _dtype(text: str | None, clamp: bool, checkpoint: Checkpoint) -> str | None:
+def _dtype(text: str | None, clamp: bool, checkpoint: Checkpoint, given: Defaults) -> str | None:
     """Return the dtype to cast to, None for none; UsageError or CoverageError when the cast makes no sense."""
     if text is None:
         if clamp:
-            raise UsageError("`--clamp` does nothing without `--dtype`", hint="add `--dtype fp16`, or leave it out")
+            what = "`--clamp` does nothing without `--dtype`"
+            given.pass_over("clamp", UsageError(what, hint="add `--dtype fp16`, or leave it out"))
         return None
     wanted = parse_dtype(text)
     scaled = [f"{t.name}  {t.dtype}" for t in checkpoint.tensors.values() if t.dtype.startswith("F8_")]
@@ -160,17 +172,24 @@ def _dtype(text: str | None, clamp: bool, checkpoint: Checkpoint) -> str | None:
     return wanted
 
 
-def _kind(choice: Choice, format: str | None) -> str:
+def _layout(choice: Choice, format: str | None, size: str | int | None, given: Defaults) -> tuple[str, int]:
+    """Return the kind of the result, and the most bytes of a file; UsageError for what does nothing in this one."""
     if format not in (None, "safetensors", "ckpt"):
         raise UsageError(f"unknown format `{format}`", hint="`safetensors` or `ckpt`")
+    kind = "ckpt" if format == "ckpt" else "mindspore-safetensors"
     if choice.target[0] == "hf":
         if format == "ckpt":
-            raise UsageError(
-                "HuggingFace weights are not stored as .ckpt",
-                hint="drop `--format ckpt` (from ckptkit.toml?)",
-            )
-        return "hf"
-    return "ckpt" if format == "ckpt" else "mindspore-safetensors"
+            what = "HuggingFace weights are not stored as .ckpt"
+            given.pass_over("format", UsageError(what, hint="leave out `--format ckpt`"))
+        kind = "hf"
+    if size is not None and kind == "ckpt":
+        error = UsageError(
+            "`--max-shard-size` does nothing with `--format ckpt`",
+            why="no loader joins .ckpt files, so there is always one",
+            hint="leave it out, or write `--format safetensors`",
+        )
+        given.pass_over("max_shard_size", error)
+    return kind, parse_size(DEFAULT_SHARD if size is None else size)
 
 
 def parse_size(text: str | int) -> int:
@@ -208,8 +227,8 @@ def _report(
                 report.add(label, f"{count} x {pattern}: {reason}" if count > 1 else f"{pattern}: {reason}")
     for note in plan.notes:
         report.add("note", note)
-    if options.dry_run and not options.overwrite and dst.is_dir() and any(dst.iterdir()):
-        report.add("note", f"`{dst}` is not empty: the run itself needs `--overwrite`, or another DST")
+    for note in _refusal(dst, options) if options.dry_run else []:
+        report.add("note", note)
     report.add("cost", _cost(plan, options, seconds))
     casts = cast_data(plan, counts)
     report.data = {"source": str(src), "target": str(dst), "dry_run": options.dry_run}
@@ -217,6 +236,15 @@ def _report(
         plan.to_json() | {key: {**value, "tensors": cast_tensors(plan, counts)} for key, value in casts.items()}
     )
     return report
+
+
+def _refusal(dst: Path, options: Options) -> list[str]:
+    """Return a note when the run that a dry run is about would not be allowed to write to `dst`."""
+    try:
+        check_replaceable(dst, overwrite=options.overwrite)
+    except UsageError as error:
+        return [f"the run itself will be refused: {' '.join((error.what, ', '.join(error.items)))}; {error.hint}"]
+    return []
 
 
 def _cost(plan: Plan, options: Options, seconds: float) -> str:

@@ -47,8 +47,10 @@ def report_on(sides: Sides, pairing: Pairing, tallies: Sequence[Tally]) -> Repor
         report.add(label, _side(checkpoint, spoke))
     report.add("compared", sides.how)
     report.add("tensors", _counts(tallies, pairing.findings))
-    _add_dtypes(report, [tally for _, tally in rows], len(tallies))
-    _add_values(report, rows)
+    _add_dtypes(report, [tally for _, tally in rows if _is_explained(tally)], len(tallies))
+    _add_values(report, [row for row in rows if not _is_explained(row[1])])
+    if any(tally.changed and tally.max_relative is not None for _, tally in rows):
+        report.add("", f"(relative: {RELATIVE})")
     _add_findings(report, pairing.findings)
     for fate in pairing.benign:
         report.add("no difference", f"{fate.name}: {fate.reason}")
@@ -80,34 +82,47 @@ def _counts(tallies: Sequence[Tally], findings: Sequence[Finding]) -> str:
 def _badness(tally: Tally) -> tuple[bool, float, int]:
     """Order by: not finite on one side only, relative difference, number of elements."""
     relative = tally.max_relative
-    odd = tally.nan[0] != tally.nan[1] or tally.inf[0] != tally.inf[1]
-    return odd, 0.0 if relative is None else relative, tally.changed
+    return _is_odd(tally), 0.0 if relative is None else relative, tally.changed
 
 
-def _add_dtypes(report: Report, rows: Sequence[Tally], total: int) -> None:
-    """Add the tensors of another dtype, by what became of their values; one line where it is the same for all."""
-    casts: dict[str, list[str]] = {}
-    for tally in rows:
-        if tally.mine.dtype != tally.theirs.dtype:
-            casts.setdefault(_cast_text(tally), []).append(tally.mine.name)
-    for text, names in casts.items():
-        folded = [("all", total)] if len(names) == total > 1 else fold_names(names)
+def _is_odd(tally: Tally) -> bool:
+    """Say whether one side has NaN or inf where the other has not, as far as counts tell."""
+    return tally.nan[0] != tally.nan[1] or tally.inf[0] != tally.inf[1]
+
+
+def _add_dtypes(report: Report, tallies: Sequence[Tally], total: int) -> None:
+    """Add the tensors of which only the dtype differs, by what became of their values, with the largest figures."""
+    for text, group in _by_cast(tallies).items():
+        folded = [("all", total)] if len(group) == total > 1 else fold_names(tally.mine.name for tally in group)
         for line in listed([f"{_folded(pattern, count)}: {text}" for pattern, count in folded]):
             report.add("dtype", line)
+        if changed := [tally for tally in group if tally.changed]:
+            report.add("dtype", f"  {sum(tally.changed for tally in changed)} elements changed, {_gaps(changed)}")
 
 
 def _add_values(report: Report, rows: Sequence[tuple[OutputTensor, Tally]]) -> None:
-    """Add the tensors whose elements differ: folded, then the worst of them with their figures."""
-    changed = [(output, tally) for output, tally in rows if tally.changed]
-    for line in listed([_folded(p, n) for p, n in fold_names(t.mine.name for _, t in changed)]):
-        report.add("values", line)
-    for output, tally in changed[:WORST]:
-        report.add("worst", f"{_named(output)}: {_figures(tally)}")
-    if changed:
-        report.add("", f"(relative: {RELATIVE})")
+    """Add the tensors whose values differ: the worst of them with their figures, then the others, folded."""
+    for output, tally in rows[:WORST]:
+        report.add("values", f"{_named(output)}: {_figures(tally)}")
+    others = []
+    for text, group in _by_cast([tally for _, tally in rows[WORST:]]).items():
+        folded = fold_names(tally.mine.name for tally in group)
+        others += [_folded(pattern, count) + (f": {text}" if text else "") for pattern, count in folded]
+    for line in listed(others):
+        report.add("others", line)
+
+
+def _by_cast(tallies: Sequence[Tally]) -> dict[str, list[Tally]]:
+    found: dict[str, list[Tally]] = {}
+    for tally in tallies:
+        found.setdefault(_cast_text(tally), []).append(tally)
+    return found
 
 
 def _cast_text(tally: Tally) -> str:
+    """Say what the dtypes are and how the values came about; empty for tensors of one dtype."""
+    if tally.mine.dtype == tally.theirs.dtype:
+        return ""
     text = f"{tally.mine.dtype} in A, {tally.theirs.dtype} in B"
     if not tally.changed and tally.max_abs is not None:
         return f"{text}; the values are equal"
@@ -116,13 +131,29 @@ def _cast_text(tally: Tally) -> str:
     return text
 
 
+def _is_explained(tally: Tally) -> bool:
+    """Say whether all that differs is the dtype: the values are equal, or B's are A's rounded, and all stay finite."""
+    if tally.mine.dtype == tally.theirs.dtype or _is_odd(tally):
+        return False
+    return not tally.changed or tally.rounded is True
+
+
+def _gaps(tallies: Sequence[Tally]) -> str:
+    """Return the largest differences of some tensors, as far as they are known."""
+    gaps = [t.max_abs for t in tallies if t.max_abs is not None]
+    relatives = [t.max_relative for t in tallies if t.max_relative is not None]
+    return f"max |a - b| {max(gaps):.3g}, relative {max(relatives):.3g}" if gaps and relatives else ""
+
+
 def _figures(tally: Tally) -> str:
     total = prod(tally.mine.shape)
-    text = f"{tally.changed} of {total} elements"
+    cast = _cast_text(tally)
+    text = f"{cast}; " if cast else ""
+    text += f"{tally.changed} of {total} elements"
     if tally.first is not None and tally.mine.shape:
         text += f", the first at {place(tally.mine.shape, tally.first)}"
-    if tally.max_abs is not None and tally.max_relative is not None:
-        text += f"; max |a - b| {tally.max_abs:.3g}, relative {tally.max_relative:.3g}"
+    if gaps := _gaps([tally]):
+        text += f"; {gaps}"
     for word, (a, b) in (("NaN", tally.nan), ("inf", tally.inf)):
         text += f"; {a} {word} in A, {b} in B" if a != b else ""
     return text

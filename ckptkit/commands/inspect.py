@@ -13,9 +13,10 @@ from ckptkit.commands.choose import type_text
 from ckptkit.commands.source import Source, load_own_tables, open_source
 from ckptkit.errors import CoverageError, UsageError
 from ckptkit.formats.base import Checkpoint
-from ckptkit.formats.files import look, regular_file
-from ckptkit.formats.model_config import read_config
+from ckptkit.formats.files import look, read_json_object, regular_file
+from ckptkit.formats.model_config import CONFIG, quantization, read_config
 from ckptkit.formats.rank_folders import RankSet, find_ranks, open_ranks
+from ckptkit.formats.wrappers import ADAPTER_CONFIG, adapter_names
 from ckptkit.mapping.tables import Tables
 from ckptkit.report import Report, fold_names, human_bytes, listed
 
@@ -47,6 +48,8 @@ def inspect(
     report.data = _data(checkpoint)
     report.add("format", f"{checkpoint.kind}, {len(checkpoint.files)} file(s), {human_bytes(_file_bytes(checkpoint))}")
     _add_naming(report, source, load_own_tables(table))
+    _add_quantization(report, checkpoint)
+    _add_adapter(report, checkpoint)
     count = sum(t.num_elements for t in checkpoint.tensors.values())
     size = sum(t.num_bytes for t in checkpoint.tensors.values())
     report.add("tensors", f"{len(checkpoint.tensors)}, {count:,} elements, {human_bytes(size)}")
@@ -130,6 +133,32 @@ def _add_naming(report: Report, source: Source, tables: Tables) -> None:
     prefix = f"{family.name}, " if family else ""
     report.add("naming", prefix + " or ".join(names))
     report.data |= {"family": family.name if family else None, "dialects": names}
+
+
+def _add_quantization(report: Report, checkpoint: Checkpoint) -> None:
+    """Say that config.json calls the weights quantised: their names, shapes and dtypes are another matter then."""
+    method = None
+    if (checkpoint.folder / CONFIG).is_file():
+        method = quantization(read_config(checkpoint.folder))
+    report.data["quantization"] = method
+    if method is not None:
+        report.add("quantised", f"{method} ({CONFIG})")
+
+
+def _add_adapter(report: Report, checkpoint: Checkpoint) -> None:
+    """Say that a LoRA adapter is among the tensors, or beside them."""
+    names = adapter_names(checkpoint)
+    config: dict[str, Any] = {}
+    if has_config := checkpoint.path.is_dir() and (checkpoint.path / ADAPTER_CONFIG).is_file():
+        config = read_json_object(checkpoint.path / ADAPTER_CONFIG)
+    report.data["adapter"] = None
+    if not names and not has_config:
+        return
+    kind, base = (config.get(key) for key in ("peft_type", "base_model_name_or_path"))
+    report.data["adapter"] = {"type": kind, "base": base, "tensors": len(names)}
+    text = f"{kind or 'LoRA'}{f' of `{base}`' if base else ''}{f' ({ADAPTER_CONFIG})' if has_config else ''}"
+    text += f", {len(names)} of {len(checkpoint.tensors)} tensors" if names else ""
+    report.add("adapter", f"{text}: not merged, so `convert` refuses it")
 
 
 def _tensor_rows(checkpoint: Checkpoint, all_tensors: bool) -> list[str]:

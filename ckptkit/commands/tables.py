@@ -84,17 +84,21 @@ def check_tables(
 ) -> Report:
     """Check every table, `files` of your own included, and return a report of what they hold.
 
+    A table of your own is checked together with the shipped ones, which it may extend; the report's rows are about
+    your own alone, if there are any.
     With `config`, the tables of its family are resolved too, and the tensors that come of them counted. Raises
     UsageError, naming file and row, on the first fault; then the exit code is 2.
     """
     own = [Path(f) for f in (*files, *table)]
     tables = load_own_tables(own)
     checked = tables.check()
-    report = Report("tables check", f"{len(checked)} tables are sound")
+    shipped = [name for name in checked if name not in {str(path) for path in own}]
+    what = f"{len(own)} of your own, with the {len(shipped)} shipped ones" if own else f"{len(shipped)} shipped ones"
+    report = Report("tables check", f"sound tables: {what}")
     for path in own:
         for text in _contents(path):
             report.add("yours", f"{path}: {text}")
-    for text in listed([name for name in checked if name not in {str(path) for path in own}]):
+    for text in [] if own else listed(shipped):
         report.add("shipped", text)
     report.data = {"files": list(checked), "resolved": []}
     if config is not None:

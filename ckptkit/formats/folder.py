@@ -15,7 +15,8 @@ there decides, and layouts are never mixed:
 
 A `param_name_map.json` without a file that it could be about is passed over where there are other weights. All other
 weight files and indexes are named in the notes. Training state is never opened. What does not live here: reading the
-files and holding the index against them (`registry.py`, `weight_map.py`), joining ranks.
+files and holding the index against them (`registry.py`, `weight_map.py`), comparing safetensors files with the `.bin`
+files that were passed over for them (`bin_beside.py`), joining ranks.
 """
 
 from __future__ import annotations
@@ -80,6 +81,16 @@ def select(folder: Path) -> Selection:
     if selection is None:
         raise _nothing(folder, names)
     return selection
+
+
+def select_bin(folder: Path, used: Sequence[Path]) -> Selection | None:
+    """Return the `.bin` files that would be chosen if the safetensors files `used` were not there, or None.
+
+    These have PyTorch's usual names, or those of the files `used`. The errors are those of `select`.
+    """
+    names = file_names(folder)
+    twins = [folder / f"{path.stem}.bin" for path in used if f"{path.stem}.bin" in names]
+    return _from_torch(folder, names) or (Selection(files.TORCH, tuple(twins)) if twins else None)
 
 
 def with_notes(folder: Path, selection: Selection, used: Sequence[Path]) -> tuple[str, ...]:

@@ -96,6 +96,11 @@ def _is_manifest(manifest: Mapping[str, Any]) -> bool:
     )
 
 
+def named_files(manifest: Mapping[str, Any]) -> set[str]:
+    """Return the names of all files of the result that a manifest is of, the manifest's own included."""
+    return {MANIFEST, *manifest["side_files"], *(row["name"] for row in manifest["files"])}
+
+
 def compare_with_manifest(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> None:
     """Raise CorruptError when names, shapes or dtypes differ from what the manifest promises."""
     promised = manifest["tensors"]

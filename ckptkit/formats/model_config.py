@@ -5,6 +5,7 @@ Nothing here interprets a config: the tables' dims and flags do.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ckptkit.formats import files, folder
 
 CONFIG = "config.json"
 MANIFEST = "ckptkit.json"
+_QUANTIZATION = ("quantization_config", "compression_config")
 _PASSING_SUFFIXES = (".lock", ".incomplete", ".tmp", ".partial", ".aria2", ".crc")
 
 
@@ -25,6 +27,17 @@ def read_config(path: Path) -> dict[str, Any]:
     if not file.exists() and not file.is_symlink():
         raise UsageError(f"no `{CONFIG}` in `{file.parent}`", hint="name an HF folder or config.json with `--config`")
     return files.read_json_object(file)
+
+
+def quantization(config: Mapping[str, Any]) -> str | None:
+    """Return what a config says of quantised weights, as `gptq, 4 bits`; None when it says nothing."""
+    key = next((key for key in _QUANTIZATION if config.get(key)), None)
+    if key is None:
+        return None
+    found = config[key] if isinstance(config[key], dict) else {"quant_method": config[key]}
+    method, bits = found.get("quant_method"), found.get("bits")
+    text = method if isinstance(method, str) else "by a method that is not named"
+    return f"{text}, {bits} bits" if isinstance(bits, int) else text
 
 
 def side_files(path: Path) -> list[Path]:

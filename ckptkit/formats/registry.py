@@ -14,6 +14,7 @@ from pathlib import Path
 from ckptkit.errors import CorruptError, UsageError
 from ckptkit.formats import files, mindspore_ckpt, safetensors
 from ckptkit.formats.base import Checkpoint, FileIndex, OutputFile
+from ckptkit.formats.bin_beside import notes_on_bin
 from ckptkit.formats.folder import HF_INDEX, NAME_MAP, is_index, select, with_notes
 from ckptkit.formats.weight_map import WeightMap, apply_map, find_files, read_weight_map
 from ckptkit.types import TensorInfo, TensorSpec
@@ -82,6 +83,8 @@ def _open_folder(folder: Path) -> Checkpoint:
     metadata, odd = _join_metadata(indexes)
     notes = [note for index in indexes for note in index.notes] + notes + odd
     used = [index.file for index in indexes]
+    if selection.kind == files.SAFETENSORS:
+        notes += notes_on_bin(folder, used, tensors)
     return Checkpoint(
         folder,
         folder,

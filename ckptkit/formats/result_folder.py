@@ -10,7 +10,8 @@ The protocol, and what a crash at each point leaves:
 6. with `overwrite`: the old result is removed                         -> the next start removes it
 
 Where folders cannot be exchanged, 5 is two renames: the old result to `DST.old-<plan digest>`, the new one to `DST`.
-A crash between them leaves nothing under `DST`; the next start puts the old result back.
+A crash between them leaves nothing under `DST`; the next start puts the old result back. Only a folder that holds
+nothing but a result of ckptkit is ever replaced, and this is looked at again just before 5.
 
 Names are only changed by the process whose turn it is (a lock on the parent folder), in `open` and in `commit`;
 between them the lock on the journal says that somebody is at work. What does not live here: the bytes of tensors
@@ -40,7 +41,7 @@ from ckptkit.formats.disk import (
 )
 from ckptkit.formats.journal import JOURNAL, Journal
 from ckptkit.formats.manifest import MANIFEST, read_manifest
-from ckptkit.formats.target import check_space, check_target
+from ckptkit.formats.target import check_replaceable, check_space, check_target
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
@@ -147,12 +148,14 @@ class ResultFolder:
     def _rename(self) -> None:
         if not _is_filled(self.target):
             self.partial.rename(self.target)
-        elif not self.overwrite:
+            return
+        if not self.overwrite:
             raise UsageError(
                 f"`{self.target}` was filled by somebody else while this result was being made",
                 hint="choose another output folder, or pass `--overwrite`: the finished files are kept",
             )
-        elif exchange(self.partial, self.target):
+        check_replaceable(self.target, overwrite=True)
+        if exchange(self.partial, self.target):
             self.partial.rename(self._old)
         else:
             self.target.rename(self._old)

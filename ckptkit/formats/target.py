@@ -1,14 +1,19 @@
-"""Where a result may go: never into its own input, never over what is not to be replaced, never where it cannot fit."""
+"""Where a result may go: never into its own input, never over what is not to be replaced, never where it cannot fit.
+
+With `overwrite` a folder is replaced that holds nothing but what its own `ckptkit.json` names: a result of ckptkit.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
-from ckptkit.errors import ResourceError, UsageError
+from ckptkit.errors import SHOWN_ITEMS, CorruptError, ResourceError, UsageError
 from ckptkit.formats import files
+from ckptkit.formats.manifest import MANIFEST, named_files, read_manifest
 
 _SPARE_BYTES = 16 << 20
 _NAME_BYTES = 255  # of one name, on the file systems of Linux
@@ -17,7 +22,13 @@ _LONGEST_SUFFIX = len(".partial-") + 32
 
 
 def check_target(target: Path, sources: Iterable[Path], *, overwrite: bool) -> None:
-    """Raise UsageError when `target` is, holds, or lies inside a source, or is in use and not to be replaced.
+    """Raise UsageError when `target` is no place for a result, or is in use and not to be replaced."""
+    check_place(target, sources)
+    check_replaceable(target, overwrite=overwrite)
+
+
+def check_place(target: Path, sources: Iterable[Path]) -> None:
+    """Raise UsageError when `target` is, holds, or lies inside a source, or can be no result's folder.
 
     A source under a name that ckptkit gives to unfinished and to replaced results of `target` counts as inside it.
     """
@@ -44,12 +55,42 @@ def check_target(target: Path, sources: Iterable[Path], *, overwrite: bool) -> N
             why="the finished folder gets its name by a rename, and such a folder cannot be renamed",
             hint="name a folder inside it",
         )
-    if not overwrite and real.is_dir() and any(real.iterdir()):
+
+
+def check_replaceable(target: Path, *, overwrite: bool) -> None:
+    """Raise UsageError for a filled folder; with `overwrite`, only when it is not wholly a result of ckptkit."""
+    real = Path(os.path.realpath(target))
+    if not real.is_dir() or not any(real.iterdir()):
+        return
+    if not overwrite:
         raise UsageError(
             f"the output folder `{target}` is not empty",
             why="files of two results would be mixed",
-            hint="choose another folder, or pass `--overwrite` to replace it when the new result is complete",
+            hint="choose another folder, or pass `--overwrite` to replace it, if it is a result of ckptkit and no more",
         )
+    try:
+        manifest = read_manifest(real)
+        why = "" if manifest else f"it holds no {MANIFEST}, so it is no result of ckptkit"
+    except CorruptError as error:
+        manifest, why = None, f"what ckptkit wrote there cannot be told: {error.what}"
+    if foreign := list(islice(_files_without(real, named_files(manifest) if manifest else set()), SHOWN_ITEMS)):
+        raise UsageError(
+            f"`--overwrite` would remove files from `{target}` that ckptkit did not write, such as",
+            items=foreign,
+            why=why or f"its {MANIFEST} does not name them, and the whole folder would be replaced",
+            hint="move them away, or choose another folder",
+        )
+
+
+def _files_without(folder: Path, names: set[str]) -> Iterator[str]:
+    """Yield the files below `folder` whose names (`a/b`) are not among `names`; links count as files."""
+    waiting = [folder]
+    while waiting:
+        for path in sorted(waiting.pop().iterdir()):
+            if path.is_dir() and not path.is_symlink():
+                waiting.append(path)
+            elif (name := path.relative_to(folder).as_posix()) not in names:
+                yield name
 
 
 def overlap(target: Path, source: Path) -> bool:

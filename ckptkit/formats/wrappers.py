@@ -14,6 +14,7 @@ from ckptkit.errors import CoverageError
 from ckptkit.formats.base import Checkpoint
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.")
+ADAPTER_CONFIG = "adapter_config.json"
 _BASE = ".base_layer."
 _ADAPTER = re.compile(r"(^|\.)lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)|\.mindpet_delta_lora_")
 
@@ -43,13 +44,18 @@ def unwrap(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=tensors, notes=(*checkpoint.notes, *notes))
 
 
+def adapter_names(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of the tensors that belong to a LoRA adapter."""
+    return [name for name in checkpoint.tensors if "lora_" in name and _ADAPTER.search(name)]
+
+
 def _without_base_layer(names: dict[str, str]) -> tuple[dict[str, str], int]:
     changed = {stored: name.replace(_BASE, ".") for stored, name in names.items()}
     return changed, sum(changed[stored] != name for stored, name in names.items())
 
 
 def _refuse_adapters(checkpoint: Checkpoint) -> None:
-    adapters = [name for name in checkpoint.tensors if "lora_" in name and _ADAPTER.search(name)]
+    adapters = adapter_names(checkpoint)
     if adapters:
         raise CoverageError(
             f"`{checkpoint.path.name}` holds {len(adapters)} LoRA adapter tensors that are not merged",
@@ -57,9 +63,9 @@ def _refuse_adapters(checkpoint: Checkpoint) -> None:
             why="without them the base model would come out, as if it had never been fine-tuned",
             hint=_MERGE,
         )
-    if checkpoint.path.is_dir() and (checkpoint.path / "adapter_config.json").is_file():
+    if checkpoint.path.is_dir() and (checkpoint.path / ADAPTER_CONFIG).is_file():
         raise CoverageError(
-            f"`{checkpoint.path.name}` holds a LoRA adapter (adapter_config.json) beside the model",
+            f"`{checkpoint.path.name}` holds a LoRA adapter ({ADAPTER_CONFIG}) beside the model",
             why="the model alone would come out, as if it had never been fine-tuned",
             hint=f"{_MERGE}; or take the adapter's files away, if the model alone is meant",
         )

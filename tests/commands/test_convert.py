@@ -246,6 +246,62 @@ def test_a_settings_file_supplies_every_argument(
     assert "source" in capsys.readouterr().err
 
 
+def run_with_defaults(capsys: pytest.CaptureFixture[str], defaults: str, *arguments: str) -> tuple[int, str]:
+    """Run `convert` with defaults in the working folder; return the exit code and what was printed."""
+    Path("ckptkit.toml").write_text(f"[convert]\n{defaults}\n")
+    capsys.readouterr()
+    code = run(["convert", *arguments])
+    return code, "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("defaults", "options", "what"),
+    [
+        ('format = "ckpt"', ["--to", "hf"], "`format` {}HuggingFace weights are not stored as .ckpt"),
+        ('max-shard-size = "2GB"', ["--format", "ckpt"], "`max-shard-size` {}`--max-shard-size` does nothing"),
+        ("clamp = true", [], "`clamp` {}`--clamp` does nothing without `--dtype`"),
+        ('variant = "qkv_concat"', ["--to", "hf"], "`variant` {}`hf` of the llama family has no variant"),
+        ('from-variant = "qkv_concat"', [], "`from-variant` {}`hf` of the llama family has no variant"),
+    ],
+)
+def test_an_option_without_effect_is_refused_when_it_is_typed_and_passed_over_when_it_is_a_default(
+    tmp_path: Path, defaults: str, options: list[str], what: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    make_hf_plain(tmp_path / "hf")
+    monkeypatch.chdir(tmp_path)
+    key, _, value = defaults.partition(" = ")
+    typed = [f"--{key}", *([] if value == "true" else [value.strip('"')])]
+    code, said = run_with_defaults(capsys, "", "hf", "one", *options, *typed)
+    assert code == 2
+    assert what.partition("{}")[2] in said
+    assert not (tmp_path / "one").exists()
+    code, said = run_with_defaults(capsys, defaults, "hf", "one", *options)
+    assert code == 0, said
+    assert f"note     {what.replace('{}', 'of ckptkit.toml passed over: ')}" in said
+    code, said = run_with_defaults(capsys, "", "hf", "two", *options)
+    assert code == 0
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert "passed over" not in said
+
+
+def test_a_default_that_applies_still_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_hf_plain(tmp_path / "hf")
+    monkeypatch.chdir(tmp_path)
+    defaults = 'format = "ckpt"\nmax-shard-size = "20kB"\nclamp = true\nvariant = "qkv_concat"'
+    assert run_with_defaults(capsys, defaults, "hf", "ms", "--dtype", "fp16")[0] == 0
+    assert (tmp_path / "ms" / "model.ckpt").is_file()
+    assert json.loads((tmp_path / "ms" / "ckptkit.json").read_text())["to"]["variant"] == "qkv_concat"
+    assert run_with_defaults(capsys, defaults, "ms", "back")[0] == 0
+    assert (tmp_path / "back" / "model.safetensors.index.json").is_file()
+    code, said = run_with_defaults(capsys, 'format = "ckpt"', "hf", "other", "--max-shard-size", "20kB")
+    assert code == 2
+    assert "--format safetensors" in said
+    assert run_with_defaults(capsys, 'max-shard-size = "5 apples"', "hf", "other", "--format", "ckpt")[0] == 2
+
+
 def test_json_goes_to_stdout_and_errors_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = make_hf_plain(tmp_path / "hf")
     assert run(["convert", str(source), str(tmp_path / "ms"), "--json"]) == 0

@@ -13,6 +13,7 @@ import pytest
 
 from ckptkit import CoverageError, UsageError, convert, diff, open_checkpoint
 from ckptkit.cli import run
+from ckptkit.formats.io import read_region
 from ckptkit.mapping.rules import resolve
 from ckptkit.mapping.tables import load_tables
 from ckptkit.report import Report
@@ -223,8 +224,51 @@ def test_a_cast_is_a_difference_that_is_told_in_full(tmp_path: Path) -> None:
     assert {row["rounded"] for row in report.data["different"]} == {True}
     assert "all x 15: F32 in A, BF16 in B; B is exactly A rounded" in rows_of(report, "dtype")
     assert all(0 < row["max_relative"] <= 2**-8 for row in report.data["different"])  # half a step of 8 bits
+    changed = sum(row["changed"] for row in report.data["different"])
+    figures = [f"{max(row[key] for row in report.data['different']):.3g}" for key in ("max_abs", "max_relative")]
+    last = f"{changed} elements changed, max |a - b| {figures[0]}, relative {figures[1]}"
+    assert rows_of(report, "dtype").splitlines()[1:] == [f"  {last}"]
+    assert not rows_of(report, "values") and not rows_of(report, "others")
     back = diff(tmp_path / "bf16", source)
     assert {row["rounded"] for row in back.data["different"]} == {False}
+    assert all("BF16 in A, F32 in B; " in text for label, text in back.rows if label == "values")
+
+
+def test_each_tensor_that_differs_is_named_once(tmp_path: Path) -> None:
+    """Some were cast as a cast does it, one was not, one overflowed, and one has other values in the same dtype."""
+    source = make_hf_plain(tmp_path / "hf")
+    tensors = tensors_of(TinyModel())
+    tensors[EMBEDDING].view(np.float32)[0, 0] = 1e6
+    write_safetensors(source / "model.safetensors", tensors, "F32")
+    convert(source, tmp_path / "half", to_dialect="hf", dtype="fp16", clamp=True)
+    half = {name: read_region(info) for name, info in open_checkpoint(tmp_path / "half").tensors.items()}
+    half[EMBEDDING].view(np.float16)[0, 0] = np.inf
+    half[K][0, 0] ^= 1
+    (tmp_path / "mixed").mkdir()
+    write_safetensors(tmp_path / "mixed" / "half.safetensors", {n: a for n, a in half.items() if n != Q}, "F16")
+    write_safetensors(tmp_path / "mixed" / "full.safetensors", {Q: tensors[Q] ^ np.uint32(1)}, "F32")
+    report = diff(source, tmp_path / "mixed")
+    shown = [text for label, text in report.rows if label in ("dtype", "values", "others")]
+    patterns = [pattern.split(" x ")[0] for pattern in (text.partition(":")[0] for text in shown if text[0] != " ")]
+    for row in report.data["different"]:
+        name = row["name"]
+        assert sum(name in expanded(pattern) for pattern in patterns) == 1, name
+    values = {text.partition(":")[0]: text for label, text in report.rows if label == "values"}
+    assert values.keys() == {EMBEDDING, Q, K}
+    assert "0 inf in A, 1 in B" in values[EMBEDDING]
+    assert values[K].startswith(f"{K}: F32 in A, F16 in B; ") and "rounded" not in values[K]
+    assert "F32 in A" not in values[Q]
+
+
+def expanded(pattern: str) -> set[str]:
+    """Return the names that a folded one stands for."""
+    found = re.search(r"\{([^}]*)\}", pattern)
+    if found is None:
+        return {pattern}
+    first, _, last = found[1].partition("..")
+    numbers = range(int(first), int(last) + 1) if last else map(int, first.split(","))
+    parts = (f"{pattern[: found.start()]}{number}{pattern[found.end() :]}" for number in numbers)
+    return {name for part in parts for name in expanded(part)}
 
 
 def test_a_cast_that_rounds_another_way_is_seen(tmp_path: Path) -> None:
@@ -270,8 +314,11 @@ def test_the_worst_tensors_come_first_and_only_ten(tmp_path: Path) -> None:
     report = diff(source, changed(source, tmp_path / "other", change))
     relatives = [row["max_relative"] for row in report.data["different"]]
     assert len(relatives) == 21 and relatives == sorted(relatives, reverse=True)
-    assert len([1 for label, _ in report.rows if label == "worst"]) == 10
-    assert "model.layers.{0..1}.mlp.up_proj.weight x 2" in rows_of(report, "values")
+    named = [text.partition(":")[0] for label, text in report.rows if label == "values"]
+    assert named == [row["name"] for row in report.data["different"][:10]]
+    others = rows_of(report, "others")
+    assert not any(name in others for name in named)
+    assert sum(int(count or 1) for count in re.findall(r"^\S+(?: x (\d+))?$", others, re.MULTILINE)) == 11
 
 
 def test_a_head_that_is_its_tied_embedding_is_no_difference(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from ckptkit import CorruptError, CoverageError, convert, inspect
 from ckptkit.report import Report, fold_names
-from tests.tiny_models import make_hf_plain
+from tests.tiny_models import make_hf_plain, write_safetensors
 
 
 def rows(report: Report, label: str) -> list[str]:
@@ -66,6 +68,52 @@ def test_a_file_removed_from_our_folder_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "ms" / "param_name_map.json").write_text(json.dumps(names | {"weight_map": moved}))
     with pytest.raises(CorruptError, match=r"does not hold what its ckptkit.json says"):
         inspect(tmp_path / "ms")
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq, 4 bits"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"quantization_config": {"bits": 8}}, "by a method that is not named, 8 bits"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"quantization_config": "awq"}, "awq"),
+        ({"quantization_config": None}, None),
+        ({}, None),
+    ],
+)
+def test_quantised_weights_are_called_so(tmp_path: Path, changes: dict[str, Any], said: str | None) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    edit(source, **changes)
+    for path in (source, source / "model.safetensors"):
+        report = inspect(path)
+        assert rows(report, "quantised") == ([] if said is None else [f"{said} (config.json)"])
+        assert report.data["quantization"] == said
+
+
+def test_an_adapter_is_called_one(tmp_path: Path) -> None:
+    source = make_hf_plain(tmp_path / "hf")
+    assert rows(inspect(source), "adapter") == []
+    assert inspect(source).data["adapter"] is None
+    (source / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
+    report = inspect(source)
+    assert rows(report, "adapter") == ["LORA of `org/base` (adapter_config.json): not merged, so `convert` refuses it"]
+    assert report.data["adapter"] == {"type": "LORA", "base": "org/base", "tensors": 0}
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    names = [f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight" for part in "AB"]
+    write_safetensors(adapter / "adapter_model.safetensors", dict.fromkeys(names, np.zeros(3, np.uint32)), "F32")
+    report = inspect(adapter / "adapter_model.safetensors")
+    assert rows(report, "adapter") == ["LoRA, 2 of 2 tensors: not merged, so `convert` refuses it"]
+    (adapter / "adapter_config.json").write_text("{}")
+    assert rows(inspect(adapter), "adapter")[0].startswith("LoRA (adapter_config.json), 2 of 2 tensors")
+    with pytest.raises(CoverageError, match="not merged"):
+        convert(adapter, tmp_path / "out", config=source)
 
 
 def test_names_fold_by_their_numbers() -> None:

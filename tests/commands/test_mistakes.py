@@ -258,6 +258,38 @@ def test_sources_that_no_disk_has_are_refused_in_words(
     assert "the system reports" not in capsys.readouterr().err
 
 
+def test_overwrite_takes_the_place_of_a_result_and_of_nothing_else(
+    room: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (room / "keep").mkdir()
+    assert run(["convert", "hf", "keep", "--overwrite"]) == 0
+    assert run(["convert", "hf", "keep", "--overwrite", "--format", "ckpt"]) == 0
+    (room / "keep" / "notes.txt").write_text("mine")
+    make_hf_plain(room / "foreign")
+    before = files_of(room)
+    capsys.readouterr()
+    for target, names in (("keep", ["notes.txt"]), ("foreign", ["config.json", "model.safetensors"])):
+        assert run(["convert", "hf", target, "--overwrite"]) == 2
+        said = capsys.readouterr().err
+        assert all(f"\n  {name}\n" in said for name in names)
+        assert "move them away, or choose another folder" in said
+        assert files_of(room) == before
+    (room / "keep" / "notes.txt").rename(room / "notes.txt")
+    assert run(["convert", "hf", "keep", "--overwrite"]) == 0
+    assert not (room / "keep" / "model.ckpt").exists()
+
+
+def test_a_dry_run_says_that_the_run_itself_would_be_refused(room: Path) -> None:
+    convert("hf", "ms")
+    assert "refused" not in notes(convert("hf", "new", dry_run=True))
+    assert "refused" not in notes(convert("hf", "ms", dry_run=True, overwrite=True))
+    assert "the run itself will be refused: the output folder `ms` is not empty" in notes(
+        convert("hf", "ms", dry_run=True)
+    )
+    (room / "ms" / "notes.txt").write_text("mine")
+    assert "did not write, such as notes.txt" in notes(convert("hf", "ms", dry_run=True, overwrite=True))
+
+
 # names
 
 

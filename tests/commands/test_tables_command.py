@@ -99,6 +99,8 @@ def test_a_sound_table_is_described(nova: list[Path], model: Path) -> None:
         "nova in mindformers-legacy, 8 row(s)",
         "nova in mindformers-legacy, variant fused, 1 row(s)",
     ]
+    assert not [text for label, text in report.rows if label == "shipped"]
+    assert report.headline == f"sound tables: 2 of your own, with the {len(check_tables().data['files'])} shipped ones"
     counts = {(row["dialect"], row["variant"]): row["tensors"] for row in report.data["resolved"]}
     assert counts == {("hf", None): 24, ("mindformers-legacy", None): 16, ("mindformers-legacy", "fused"): 14}
     elements = {row["elements"] for row in report.data["resolved"]}
@@ -134,7 +136,9 @@ def test_shipped_tables_are_listed_and_sound() -> None:
     families = {row["family"]: row for row in list_tables().data["families"]}
     assert families["llama"]["dialects"]["mindformers-legacy"].keys() == {"qkv_concat", "qkv_concat-1.4"}
     assert "llama2" in families["llama"]["aliases"]
-    checked = check_tables().data["files"]
+    report = check_tables()
+    checked = report.data["files"]
+    assert next(text for label, text in report.rows if label == "shipped") in checked
     shipped = (DOC.parents[1] / "mappings").glob("*/*.toml")
     assert sorted(checked) == sorted(f"mappings/{p.parent.name}/{p.name}" for p in shipped)
 

@@ -45,8 +45,10 @@ def finish(folder: ResultFolder, text: bytes = b"new") -> None:
 
 
 def put(folder: Path, weights: bytes) -> Path:
+    """Make a result of another plan."""
     folder.mkdir()
     (folder / "weights").write_bytes(weights)
+    (folder / MANIFEST).write_bytes(manifest_of("0" * 32))
     return folder
 
 
@@ -113,12 +115,56 @@ def test_overwrite_of_another_plan_does_not_touch_a_running_one(tmp_path: Path) 
 def test_overwrite_replaces_the_whole_folder(tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not exchange:
         monkeypatch.setattr(result_folder, "exchange", lambda one, two: False)
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "left_over").write_bytes(b"old")
+    out = put(tmp_path / "out", b"old")
     finish(begin(out, overwrite=True))
     assert names(tmp_path) == {"out"}
-    assert names(out) == {"weights", MANIFEST}
+    assert (out / "weights").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize(
+    ("name", "listed"),
+    [("notes.txt", "notes.txt"), ("sub/notes.txt", "sub/notes.txt"), ("link", "link"), (".hidden", ".hidden")],
+)
+@pytest.mark.parametrize("ours", [True, False])
+def test_overwrite_never_removes_what_no_manifest_names(tmp_path: Path, name: str, listed: str, ours: bool) -> None:
+    out = tmp_path / "out"
+    put(out, b"old") if ours else out.mkdir()
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).symlink_to(tmp_path) if name == "link" else (out / name).write_bytes(b"mine")
+    with pytest.raises(UsageError, match="files .* that ckptkit did not write") as caught:
+        begin(out, overwrite=True)
+    assert caught.value.items == (listed,)
+    assert "move them away" in caught.value.hint
+    assert names(tmp_path) == {"out"}
+    assert (out / name).exists()
+    if ours:
+        (out / name).unlink()
+        finish(begin(out, overwrite=True))  # an empty subfolder is no loss
+        assert names(out) == {"weights", MANIFEST}
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b"\xff"])
+def test_a_result_whose_manifest_is_damaged_is_not_replaced(tmp_path: Path, damage: bytes) -> None:
+    out = put(tmp_path / "out", b"old")
+    (out / MANIFEST).write_bytes(damage)
+    with pytest.raises(UsageError, match="did not write") as caught:
+        begin(out, overwrite=True)
+    assert caught.value.items == (MANIFEST, "weights")
+    assert MANIFEST in caught.value.why
+
+
+def test_what_is_put_into_the_old_result_meanwhile_is_not_removed_either(tmp_path: Path) -> None:
+    out = put(tmp_path / "out", b"old")
+    folder = begin(out, overwrite=True)
+    (out / "notes.txt").write_bytes(b"mine")
+    with pytest.raises(UsageError, match="did not write"):
+        finish(folder)
+    assert (out / "notes.txt").read_bytes() == b"mine"
+    (out / "notes.txt").unlink()
+    again = begin(out, overwrite=True)
+    assert again.complete
+    again.commit()
+    assert (out / "weights").read_bytes() == b"new"
 
 
 def test_a_crash_between_the_two_renames_is_repaired_at_the_next_start(tmp_path: Path) -> None:
@@ -398,7 +444,8 @@ def test_a_file_and_a_filled_folder_are_no_targets(tmp_path: Path) -> None:
         check_target(tmp_path / "file", [], overwrite=True)
     with pytest.raises(UsageError, match="not empty"):
         check_target(tmp_path / "full", [], overwrite=False)
-    check_target(tmp_path / "full", [], overwrite=True)
+    with pytest.raises(UsageError, match="did not write"):
+        check_target(tmp_path / "full", [], overwrite=True)
 
 
 def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path) -> None:
