@@ -1,7 +1,7 @@
 """Move large-model weights between HuggingFace / PyTorch and MindSpore, exactly and in bounded memory.
 
-The public names are those of docs/api.md: `convert`, `inspect`, `check`, `diff`, `env`, `list_tables`,
-`show_table`, `check_tables`, `open_checkpoint`, and the errors.
+The public names are those of docs/api.md: `convert`, `reshard` and `Parallel`, `inspect`, `check`, `diff`, `env`,
+`list_tables`, `show_table`, `check_tables`, `open_checkpoint`, and the errors.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ if TYPE_CHECKING:
     from ckptkit.commands.diff import diff
     from ckptkit.commands.env import env
     from ckptkit.commands.inspect import inspect
+    from ckptkit.commands.parallel import Parallel
+    from ckptkit.commands.reshard import reshard
     from ckptkit.commands.tables import check_tables, list_tables, show_table
     from ckptkit.formats.registry import open_checkpoint
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Parallel": "ckptkit.commands.parallel",
     "check": "ckptkit.commands.check",
     "check_tables": "ckptkit.commands.tables",
     "convert": "ckptkit.commands.convert",
@@ -37,6 +40,7 @@ _LAZY = {
     "env": "ckptkit.commands.env",
     "inspect": "ckptkit.commands.inspect",
     "list_tables": "ckptkit.commands.tables",
+    "reshard": "ckptkit.commands.reshard",
     "show_table": "ckptkit.commands.tables",
     "open_checkpoint": "ckptkit.formats.registry",
 }
@@ -46,6 +50,7 @@ __all__ = [
     "CorruptError",
     "CoverageError",
     "InternalError",
+    "Parallel",
     "ResourceError",
     "UnsafeError",
     "UsageError",
@@ -58,6 +63,7 @@ __all__ = [
     "inspect",
     "list_tables",
     "open_checkpoint",
+    "reshard",
     "show_table",
 ]
 

@@ -1,7 +1,7 @@
 """Stream a plan with a few workers: jobs from one queue, the first error stops all.
 
 When a value does not fit in a cast, the run goes on without writing, to tell of all such values. What does not live
-here: what a worker does with a job (`moves.py`), where bytes go (`Sink`), what is made of what (`plan/`).
+here: what a worker does with a job (`moves/`), where bytes go (`Sink`), what is made of what (`plan/`).
 """
 
 from __future__ import annotations
@@ -9,16 +9,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from math import prod
 
 from ckptkit.cast import CastCount, overflow_error
 from ckptkit.formats.base import Sink
-from ckptkit.formats.io import FilePool
+from ckptkit.formats.io import FilePool, extents_digest
 from ckptkit.mapping.expr import leaves
-from ckptkit.moves import Run, Stopped, do_job
+from ckptkit.moves import Run, Stopped, compare_promised, do_job
 from ckptkit.plan import jobs
 from ckptkit.plan.jobs import make_jobs
 from ckptkit.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`counts` is what each cast output lost, by name; `compared` are the source tensors that kept their promise."""
+
+    counts: dict[str, CastCount]
+    compared: frozenset[str]
 
 
 def execute(
@@ -30,34 +39,67 @@ def execute(
     skip_files: Collection[int] = frozenset(),
     source_digests: Mapping[str, str] | None = None,
     progress: Callable[[int], None] = lambda _: None,
-) -> dict[str, CastCount]:
+) -> Outcome:
     """Put every output of `plan` into `sink`, but for those in the files numbered in `skip_files`.
 
-    `source_digests` are what the source's manifest promises: a tensor that moves whole is compared with its entry.
-    `progress` is told of bytes done. Returns what each cast output lost, by its name; those in `skip_files` are
-    counted too. Raises the first error of any worker; CoverageError when a value overflows in a cast, and the sink
-    then has only a part.
+    `source_digests` are what the source's manifest promises: each tensor that outputs read is compared with its entry.
+    `progress` is told of bytes done. In the outcome, what casts of outputs in `skip_files` lose is counted too. Raises
+    the first error of any worker; CoverageError when a value overflows in a cast, and the sink then has only a part.
     """
     with FilePool() as pool:
         run = Run(
             plan, sink, pool, digests, source_digests or {}, progress, jobs.TILES_BYTES // max(2, workers), skip_files
         )
-        todo = [job for job in make_jobs(plan) if run.wants(job.outputs[0])]
+        todo = [job for job in make_jobs(plan) if any(map(run.wants, job.outputs))]
         queue = iter(todo)
         lock = threading.Lock()
 
         def work() -> None:
+            buffer = memoryview(bytearray(jobs.BLOCK_BYTES))
             while not run.stop.is_set():
                 with lock:
                     job = next(queue, None)
                 if job is None:
                     return
-                do_job(run, job)
+                do_job(run, job, buffer)
 
         _run_workers(run, work, max(1, min(workers, len(todo))))
+        if run.digests and not run.overflow.is_set():
+            _compare_rest(run, workers)
     if run.overflow.is_set():
         raise _overflow(run)
-    return {plan.outputs[number].spec.name: run.counts[number] for number in sorted(run.counts)}
+    counts: dict[str, CastCount] = {}  # of a tensor that ranks share: of all its parts
+    for number in sorted(run.counts):
+        counts.setdefault(plan.outputs[number].spec.name, CastCount()).add(run.counts[number])
+    return Outcome(counts, frozenset(run.compared))
+
+
+def _compare_rest(run: Run, workers: int) -> None:
+    """Read once more the source tensors whose digests are promised and that did not come whole and in order.
+
+    Of a part of a plan, those that other parts read from too are left: `Outcome.compared` does not name them.
+    """
+    if not run.source_digests:
+        return
+    rest = {
+        info.name: info
+        for output in run.plan.outputs
+        if output.region is None or run.plan.whole is None
+        for info in output.inputs.values()
+        if info.name in run.source_digests and info.name not in run.compared
+    }
+    run.stop.clear()
+    queue, lock = iter(rest.values()), threading.Lock()
+
+    def work() -> None:
+        while not run.stop.is_set():
+            with lock:
+                info = next(queue, None)
+            if info is None:
+                return
+            compare_promised(run, info, extents_digest(info.file, info.extents, run.pool))
+
+    _run_workers(run, work, max(1, min(workers, len(rest))))
 
 
 def _overflow(run: Run) -> Exception:

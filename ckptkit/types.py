@@ -7,8 +7,10 @@ a *carrier*: the unsigned numpy integer of the same width, in which elements tra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -105,6 +107,15 @@ class Region:
             tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
         )
 
+    def shifted(self, by: Sequence[int]) -> Region:
+        """Return the same box `by` further on."""
+        return self.relative_to([-n for n in by])
+
+    def common(self, other: Region) -> Region:
+        """Return the box that lies in both; an empty one when none does."""
+        start = tuple(map(max, self.start, other.start))
+        return Region(start, tuple(map(max, start, map(min, self.stop, other.stop))))
+
     def with_axis(self, axis: int, start: int, stop: int) -> Region:
         """Return a copy whose `axis` runs from `start` to `stop`."""
         return Region(
@@ -118,6 +129,10 @@ class Extent(NamedTuple):
 
     offset: int
     size: int
+
+
+# an extent of a pair of ints, in half the time that `Extent` takes: for where each tensor of many gets one
+new_extent: Callable[[tuple[int, int]], Extent] = partial(tuple.__new__, Extent)
 
 
 @value
@@ -159,6 +174,28 @@ class TensorInfo:
     @property
     def spec(self) -> TensorSpec:
         return TensorSpec(self.name, self.shape, self.dtype)
+
+
+@value
+class TensorLayout:
+    """How one tensor is cut over the devices of a pipeline stage, in the words of MindSpore's strategy files.
+
+    `dev_matrix` arranges the devices, row-major. `tensor_map` has for each tensor axis the device axes that cut it,
+    the most significant first, each counted from the last device axis (0 is the last one); `()` for an axis that is
+    whole. `opt_step` and `opt_size` are those of an optimizer shard, which cuts axis 0 once more over the devices that
+    hold equal parts: 0 without one; a size of -1 means all of these devices.
+    """
+
+    dev_matrix: Shape
+    tensor_map: tuple[Shape, ...]
+    opt_step: int = 0
+    opt_size: int = 0
+
+
+def total_bytes(tensors: Iterable[TensorSpec | TensorInfo]) -> int:
+    """Return the bytes of all tensors; each dtype and shape is multiplied out once."""
+    kinds = Counter([(tensor.shape, tensor.dtype) for tensor in tensors])
+    return sum(number * prod(shape) * _ITEM_BYTES[dtype] for (shape, dtype), number in kinds.items())
 
 
 def contiguous_runs(shape: Shape, region: Region) -> Iterator[tuple[int, int]]:

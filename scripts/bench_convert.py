@@ -12,11 +12,11 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import bench_machine
-from bench_sections import MORE_PEERS, PEERS, SECTIONS, Context
+from bench_sections import MORE_PEERS, PEERS, SECTIONS, Context, Section
 from benchlib import Bench, goals_table, results_table, to_data
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,9 +46,6 @@ def names(known: Sequence[str]) -> Callable[[str], list[str]]:
 def parse_args(args: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench convert", description="Measure `ckptkit convert`.")
     add = parser.add_argument
-    add("--size", type=parse_size, default="2GB", help="bytes of the model: 2GB (default), 200MB")
-    add("--rounds", type=int, default=5, help="runs of each subject (default 5)")
-    add("--sections", type=names(tuple(SECTIONS)), default=["copy", "start"], help=f"out of {','.join(SECTIONS)}")
     known = (*PEERS, *MORE_PEERS)
     add(
         "--peers",
@@ -57,9 +54,18 @@ def parse_args(args: Sequence[str]) -> argparse.Namespace:
         help=f"of section copy: {','.join(PEERS)}; and {', '.join(MORE_PEERS)}",
     )
     add("--tensors", type=int, default=50_000, help="tensors of section small (default 50000)")
+    add_common(parser, tuple(SECTIONS), default=["copy", "start"])
+    return parser.parse_args(args)
+
+
+def add_common(parser: argparse.ArgumentParser, sections: Sequence[str], *, default: Sequence[str]) -> None:
+    """Add the options that every benchmark has."""
+    add = parser.add_argument
+    add("--size", type=parse_size, default="2GB", help="bytes of the model: 2GB (default), 200MB")
+    add("--rounds", type=int, default=5, help="runs of each subject (default 5)")
+    add("--sections", type=names(sections), default=list(default), help=f"out of {','.join(sections)}")
     add("--cache", type=Path, default=Path(os.environ.get("CKPTKIT_CACHE") or ROOT / ".cache") / "bench")
     add("--json", type=Path, help="write all figures to this file too")
-    return parser.parse_args(args)
 
 
 def environment(cache: Path) -> dict[str, str]:
@@ -71,27 +77,35 @@ def environment(cache: Path) -> dict[str, str]:
 
 def main(args: Sequence[str]) -> int:
     options = parse_args(args)
+    wants_apart = {"mergekit", "transformers5"} & set(options.peers) and "copy" in options.sections
+    measure(options, SECTIONS, apart=bool(wants_apart))
+    return 0
+
+
+def measure(
+    options: argparse.Namespace, sections: Mapping[str, Callable[[Context], Section]], *, apart: bool = False
+) -> None:
+    """Run the sections that `options` names and print their tables; with `apart`, the peers get their environment."""
     options.cache.mkdir(parents=True, exist_ok=True)
     cache = options.cache.resolve()
-    apart = None
-    if {"mergekit", "transformers5"} & set(options.peers) and "copy" in options.sections:
+    python = None
+    if apart:
         try:
-            apart = bench_machine.peers_python(cache, lambda text: print(text, file=sys.stderr))
+            python = bench_machine.peers_python(cache, lambda text: print(text, file=sys.stderr))
         except OSError as error:
             print(error, file=sys.stderr)
-    machine = bench_machine.facts(cache, apart)
+    machine = bench_machine.facts(cache, python)
     print("\n".join(f"- {name}: {value}" for name, value in machine.items()), flush=True)
     data = {"machine": machine, "rounds": options.rounds, "size": options.size, "sections": {}}
     with tempfile.TemporaryDirectory(prefix="run.", dir=cache) as scratch:
         bench = Bench(Path(scratch) / "work", environment(cache))
-        context = Context(cache, options.rounds, options.size, options.tensors, frozenset(options.peers), bench, apart)
+        context = Context(cache, options.rounds, options.size, options.tensors, frozenset(options.peers), bench, python)
         for name in options.sections:
-            section = SECTIONS[name](context)
+            section = sections[name](context)
             print(f"\n### {section.title}\n", results_table(section.results), goals_table(section.goals), sep="\n\n")
             data["sections"][name] = {"title": section.title, **to_data(section.results, section.goals)}
     if options.json:
         options.json.write_text(json.dumps(data, indent=1) + "\n")
-    return 0
 
 
 if __name__ == "__main__":

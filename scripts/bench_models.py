@@ -107,6 +107,22 @@ def of_size(num_bytes: int) -> Llama:
     raise ValueError(f"{num_bytes} bytes are too few for a Llama of {LAYERS} layers and {VOCAB} words")
 
 
+def of_size_for_12(num_bytes: int) -> Llama:
+    """Return a 219-tensor Llama of about `num_bytes` whose heads, KV heads, MLP and vocabulary 3 and 4 both divide."""
+    vocab = 32_256
+    for hidden, head_dim in ((1536, 32), (768, 16)):  # 48 heads, 12 KV heads
+        rest = num_bytes - Llama(hidden, 0, vocab=vocab, head_dim=head_dim).num_bytes
+        intermediate = rest // (ELEMENT_BYTES * 3 * LAYERS * hidden) // 192 * 192
+        if intermediate > 0:
+            return Llama(hidden, intermediate, vocab=vocab, head_dim=head_dim)
+    raise ValueError(f"{num_bytes} bytes are too few for a Llama of {LAYERS} layers and {vocab} words")
+
+
+def tiny_for_12() -> Llama:
+    """Return a Llama of a few MB that 3 and 4 both divide."""
+    return Llama(hidden=384, intermediate=768, layers=2, vocab=768, head_dim=8)
+
+
 def tiny() -> Llama:
     """Return a Llama of a few hundred KB, on which any tool takes its start-up time and no more."""
     return Llama(hidden=128, intermediate=256, layers=2, vocab=256)

@@ -115,6 +115,24 @@ def mindspore_ckpt(source: Path, target: Path) -> float:
     return time.process_time() - started
 
 
+def mindspore_transform(source: Path, target: Path) -> float:
+    """Give .ckpt shards another layout with `mindspore.transform_checkpoints`, by the strategy files of both layouts.
+
+    That of the target lies beside the source, as `strategy_beside` says.
+    """
+    import mindspore
+
+    own = source / "strategy" / "ckpt_strategy_rank_0.ckpt"
+    started = time.process_time()
+    mindspore.transform_checkpoints(str(source), str(target), "checkpoint_", str(own), str(strategy_beside(source)))
+    return time.process_time() - started
+
+
+def strategy_beside(source: Path) -> Path:
+    """Return the strategy file of the layout that the shards in `source` are to get."""
+    return source.with_name(source.name + ".target-strategy.ckpt")
+
+
 def make_bin(source: Path, target: Path) -> float:
     """Not a peer: make the input of `torch_bin`, one file, and copy config.json."""
     import torch
@@ -139,6 +157,7 @@ TASKS: dict[str, Callable[[Path, Path], float | Seconds]] = {
         torch_bin,
         torch_cast,
         mindspore_ckpt,
+        mindspore_transform,
         make_bin,
     )
 }

@@ -1,11 +1,12 @@
-"""Convert SmolLM2-135M to MindSpore and back, and let both frameworks say what comes after a few words.
+"""Take SmolLM2-135M to MindSpore, cut it for several devices, and bring it back; let both frameworks continue a text.
 
     scripts/demo [--format ckpt|safetensors]
 
 1. get the model as a Hugging Face folder (made once, see smollm2.py)
 2. `ckptkit convert` it to MindSpore
 3. run the one in transformers, the other in MindFormers' own network, and compare their logits
-4. `ckptkit convert` it back, and compare every tensor and file
+4. `ckptkit reshard` it for six devices, and that for three others; compare with what one step makes
+5. `ckptkit convert` the shards back, and compare every tensor and file
 
 Everything stays in `.cache/demo` to be looked at. Exits with 1 when a comparison fails.
 """
@@ -49,16 +50,24 @@ def main() -> int:
         print(error)
         return 1
     print(f"  {shown(source)}")
-    mindspore, back = source.parent / "demo" / "mindspore", source.parent / "demo" / "back"
+    room = source.parent / "demo"
+    mindspore, back = room / "mindspore", room / "back"
 
     step("2. to MindSpore")
-    convert(source, mindspore, "--to", "mindformers", "--format", options.format)
+    ckptkit("convert", source, mindspore, "--to", "mindformers", "--format", options.format)
 
     step(f"3. what comes after {smollm2.PROMPT!r}?")
     same = compare_frameworks(source, mindspore)
 
-    step("4. back to Hugging Face")
-    convert(mindspore, back, "--to", "hf")
+    step("4. for six devices, and then for three others")
+    six, three, at_once = room / "six", room / "three", room / "three-at-once"
+    ckptkit("reshard", mindspore, six, "--mp", "3", "--pp", "2")
+    ckptkit("reshard", six, three, "--pp", "3", "--pp-layers", "9,10,11")
+    ckptkit("reshard", mindspore, at_once, "--pp", "3", "--pp-layers", "9,10,11")
+    same &= compare_ranks(three, at_once)
+
+    step("5. from three devices back to Hugging Face")
+    ckptkit("convert", three, back, "--to", "hf")
     same &= compare_files(source, back)
 
     print(f"\n{'All is equal.' if same else 'SOMETHING DIFFERS.'} {time.monotonic() - began:.0f} s")
@@ -74,12 +83,13 @@ def shown(path: Path) -> str:
     return str(path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path)
 
 
-def convert(source: Path, target: Path, *options: str) -> None:
-    """Run `ckptkit convert` and show the command and its report."""
-    words = ["convert", shown(source), shown(target), *options, "--overwrite"]
+def ckptkit(command: str, source: Path, target: Path, *options: str) -> None:
+    """Run a command of ckptkit, and show it and its report."""
+    words = [command, shown(source), shown(target), *options, "--overwrite"]
     print(f"  $ ckptkit {shlex.join(words)}", flush=True)
-    command = [sys.executable, "-m", "ckptkit", *words, "--no-progress"]
-    done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptkit", *words, "--no-progress"], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
     print("".join(f"  {line}\n" for line in done.stdout.splitlines()), end="")
     if done.returncode:
         raise SystemExit(done.returncode)
@@ -105,6 +115,20 @@ def compare_frameworks(hf_folder: Path, mindspore_folder: Path) -> bool:
 def text_of(tokenizer: Tokenizer, result: Result) -> str:
     assert result.generated is not None
     return repr(tokenizer.decode(result.generated[0].tolist()))
+
+
+def compare_ranks(folder: Path, other: Path) -> bool:
+    """Compare all files of all ranks, and the strategy files, byte for byte; print the verdict."""
+    names, others = (
+        {str(file.relative_to(where)) for place in ("rank_*", "strategy") for file in where.glob(f"{place}/*")}
+        for where in (folder, other)
+    )
+    _, differing, absent = filecmp.cmpfiles(folder, other, sorted(names | others), shallow=False)
+    if differing or absent or not names:
+        print(f"  files that differ from those made in one step: {differing}; absent: {absent}")
+        return False
+    print(f"  all {len(names)} files of the ranks are what one step makes, byte for byte")
+    return True
 
 
 def compare_files(source: Path, back: Path) -> bool:

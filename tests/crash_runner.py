@@ -37,7 +37,7 @@ from typing import Any
 
 from ckptkit import cli
 from ckptkit.commands import convert as _convert  # imported here, once, for all children  # noqa: F401
-from ckptkit.formats import result_folder
+from ckptkit.formats import parts, result_folder
 from ckptkit.formats.result_folder import ResultFolder
 
 STEPS = ("mkdir", "rename", "unlink", "rmdir", "posix_fallocate", "ftruncate", "write", "pwrite", "fsync")
@@ -138,9 +138,22 @@ def plant_sync_after_rename() -> None:
     os.rename = renamed
 
 
+def plant_early_manifest() -> None:
+    """A writer that joins a part to a result and names it before it is there."""
+    move, put = parts._move, parts._put_manifest
+
+    def early(partial: Path, target: Path, name: str) -> None:
+        mine, theirs = parts.read_manifest(partial), parts.read_manifest(target)
+        put(partial, target, parts.joined(theirs or {}, mine or {}))
+        move(partial, target, name)
+
+    parts._move = early
+
+
 PLANTS = {
     "direct_writes": plant_direct_writes,
     "early_rename": plant_early_rename,
+    "early_manifest": plant_early_manifest,
 }
 # these go over the noting of steps: a call that they swallow is not noted
 SYNC_PLANTS = {

@@ -34,6 +34,12 @@ def models(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
+def reshard(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module("bench_reshard")
+
+
+@pytest.fixture
 def bench(lib: Any, tmp_path: Path) -> Any:
     (tmp_path / "source").mkdir()
     return lib.Bench(tmp_path / "work", dict(os.environ), say=lambda text: None)
@@ -132,3 +138,40 @@ def test_the_model_has_219_tensors_in_3_shards_and_the_wanted_size(models: Any) 
         assert model.num_tensors == 219
         assert 0.96 * size < model.num_bytes <= size
         assert len(models.split(list(model.tensors()), 3)) == 3
+
+
+@pytest.mark.parametrize("size", (200 * 10**6, 2 * 10**9))
+def test_the_model_for_4_to_3_divides_by_both_and_has_the_wanted_size(models: Any, size: int) -> None:
+    model = models.of_size_for_12(size)
+    assert model.num_tensors == 219
+    assert 0.8 * size < model.num_bytes <= size
+    assert [n % 12 for n in (model.heads, model.kv_heads, model.intermediate, model.vocab)] == [0] * 4
+
+
+def measured(lib: Any, name: str, cpu_s: list[float], anonymous_mib: int = 0, inner_cpu_s: float | None = None) -> Any:
+    runs = [lib.Run(cpu, cpu, anonymous_mib << 20, 0, 0, inner_cpu_s) for cpu in cpu_s]
+    return lib.Measured(name, "", runs)
+
+
+def test_the_speed_of_a_step_is_cp_over_ours_without_start_up_round_by_round(lib: Any, reshard: Any) -> None:
+    runs = {"ckptkit": [3.0, 2.0], "ckptkit --no-digest": [2.0, 2.0], "ckptkit, start-up": [1.0, 0.0]}
+    results = [measured(lib, name, cpu, 30) for name, cpu in runs.items()]
+    results += [measured(lib, "cp", [0.5, 0.5]), measured(lib, "cp, then sync", [1.0, 1.5])]
+    goals = reshard.step_goals(results, 256, 0.75)
+    assert [goal.values for goal in goals[:4]] == [(1.0, 0.75), (0.5, 0.75), (0.5, 0.25), (0.25, 0.25)]
+    assert [goal.state for goal in goals] == ["met", "missed", "", "", "met"]
+    assert goals[4].limit == 65.0
+
+
+def test_the_peer_is_held_to_ten_times_the_cpu_and_forty_times_the_memory(lib: Any, reshard: Any) -> None:
+    ours, start = measured(lib, "ckptkit", [3.0], 30), measured(lib, "ckptkit, start-up", [1.0], 20)
+    peer = measured(lib, "mindspore", [29.0], 1200, 20.0)
+    goals = reshard.peer_goals([ours, start, peer], 0)
+    assert [goal.state for goal in goals] == ["missed", "", "met", "met"]
+    assert goals[1].values == (10.0,)
+
+
+def test_the_bytes_of_a_rank_count_when_the_report_prints_them(reshard: Any) -> None:
+    report = "  ranks    0..7: writes 8.0 GB each, reads 8.0 GB each\n           8: writes 7.7 GB, reads 7.7 GB\n"
+    assert reshard.num_ranks_told(report) == 9
+    assert reshard.num_ranks_told("  cost     reads 470.2 GB, writes 486.8 GB\n") == 0

@@ -137,7 +137,7 @@ def test_moved_and_fused_tensors_are_cast_and_counted_tile_by_tile(
     fused = node(Interleave(0, (6, 2, 2)), [leaf["q"], leaf["k"], leaf["v"]])
     plan = make_plan(tmp_path, tensors, [("qkv", target, fused), ("w", target, leaf["w"])], clamp=True, piece=piece)
     sink = MemorySink(plan)
-    counts = execute(plan, sink)
+    counts = execute(plan, sink).counts
     arrays = {name: array for name, (_, array) in tensors.items()}
     for number, output in enumerate(plan.outputs):
         moved = np.frombuffer(whole(output.expr, arrays), DTYPES[source].carrier)
@@ -155,7 +155,7 @@ def test_parts_of_different_dtypes_become_one_tensor(tmp_path: Path, target: str
     fused = node(Interleave(0, (6, 2, 2, 2)), list(leaf.values()))
     plan = make_plan(tmp_path, tensors, [("qkve", target, fused)], clamp=True)
     sink = MemorySink(plan)
-    counts = execute(plan, sink)
+    counts = execute(plan, sink).counts
     each = {name: Caster(dtype, target, clamp=True) for name, (dtype, _) in tensors.items() if dtype != target}
     arrays = {name: each[name](array).copy() if name in each else array for name, (_, array) in tensors.items()}
     assert bytes(sink.data[0]) == whole(fused, arrays)
@@ -199,8 +199,8 @@ def test_files_that_are_done_are_counted_but_not_written_again(tmp_path: Path) -
     plan = make_plan(tmp_path, tensors, exprs, clamp=True)
     told: list[int] = []
     first, second = MemorySink(plan), MemorySink(plan)
-    counts = execute(plan, first)
-    assert execute(plan, second, skip_files={1}, progress=told.append) == counts
+    counts = execute(plan, first).counts
+    assert execute(plan, second, skip_files={1}, progress=told.append).counts == counts
     assert any(count.overflowed for count in counts.values())
     assert set(second.digests) == {0, 2}
     assert not any(times.any() for times in second.times[1::2])

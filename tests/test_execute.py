@@ -14,11 +14,14 @@ import xxhash
 from ckptkit.errors import CorruptError
 from ckptkit.execute import execute
 from ckptkit.formats.io import FilePool
-from ckptkit.mapping.expr import Expr, Leaf, evaluate, invert, leaves, node
+from ckptkit.formats.safetensors import lay_out
+from ckptkit.mapping.expr import Expr, Leaf, evaluate, invert, node
 from ckptkit.mapping.groups import Interleave, Merge
 from ckptkit.mapping.ops import Concat, Stack, Transpose
+from ckptkit.moves.run import Run
+from ckptkit.moves.tiles import _Reader
 from ckptkit.plan import jobs as jobs_module
-from ckptkit.plan.jobs import Job, in_order, make_jobs, tile_shapes, tiles
+from ckptkit.plan.jobs import Job, Making, in_order, make_jobs, tile_shapes, tiles
 from ckptkit.plan.plan import OutputTensor, Plan
 from ckptkit.types import Extent, Region, TensorInfo, TensorSpec
 
@@ -141,6 +144,55 @@ def test_the_parts_of_a_fused_tensor_are_made_from_one_reading(
         assert bytes(sink.data[number]) == arrays[name].tobytes()
 
 
+def test_what_is_read_lasts_for_a_tile_and_is_read_again_in_the_next(tmp_path: Path) -> None:
+    """Reads of a tile have arrays of their own, which the next tile uses again: nothing kept may point to them."""
+    arrays = random_arrays({"a": (2, 3), "b": (2, 3)})
+    infos = store(tmp_path, arrays)
+    plan = make_plan(infos, [])
+    with FilePool() as pool:
+        read = _Reader(Run(plan, MemorySink(plan), pool, False, {}, lambda _: None, 1 << 20), infos, keeps=True)
+        read.dtype = "BF16"
+        a, b = (Leaf(name, (2, 3)) for name in "ab")
+        box = Region.whole((2, 3))
+        first, second = read(a, box), read(b, box)
+        assert read(a, box) is first
+        assert (first == arrays["a"]).all()
+        assert (second == arrays["b"]).all()
+        read.restart()
+        assert (read(b, Region((1, 0), (2, 3))) == arrays["b"][1:]).all()
+        assert (read(a, box) == arrays["a"]).all()
+
+
+@pytest.mark.parametrize("block_bytes", [8, 32, 1 << 18])
+@pytest.mark.parametrize("digests", [False, True])
+def test_small_neighbours_are_put_together_wherever_they_come_from(
+    tmp_path: Path, block_bytes: int, digests: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs_module, "BLOCK_BYTES", block_bytes)
+    arrays = random_arrays({f"t{number}": (number % 5 + 1,) for number in range(30)} | {"large": (1 << 15,)})
+    infos = store(tmp_path, arrays)
+    names = sorted(arrays, key=lambda name: name[::-1])  # another order than in the source
+    outputs = tuple(
+        OutputTensor(
+            TensorSpec(name, arrays[name].shape, "BF16"), 0, Leaf(name, arrays[name].shape), {name: infos[name]}
+        )
+        for name in names
+    )
+    file = lay_out("out.safetensors", [output.spec for output in outputs], {})
+    plan = Plan(outputs, (file,), {}, (), (), (), (), (), {})
+    for job in make_jobs(plan):
+        assert (job.how == "batch") == (infos[names[job.outputs[0]]].num_bytes <= min(1 << 15, block_bytes))
+        assert job.how == "ranges" or sum(infos[names[n]].num_bytes for n in job.outputs) <= block_bytes
+    sink = MemorySink(plan)
+    execute(plan, sink, digests=digests)
+    for number, name in enumerate(names):
+        assert bytes(sink.data[number]) == arrays[name].tobytes()
+        assert sink.digests[number] == (xxhash.xxh3_128_hexdigest(arrays[name].tobytes()) if digests else None)
+    promised = {"t7": "0" * 32}
+    with pytest.raises(CorruptError, match="not what its manifest promises"):
+        execute(plan, MemorySink(plan), source_digests=promised)
+
+
 def test_digests_are_left_out_when_not_wanted(tmp_path: Path) -> None:
     arrays, exprs = fused()
     plan = make_plan(store(tmp_path, arrays), exprs)
@@ -183,8 +235,7 @@ def test_tiles_cover_a_shape_once() -> None:
 
 
 def tile_of(expr: Expr, tile_bytes: int) -> tuple[int, ...]:
-    inputs = {"w": TensorInfo("w", next(iter(leaves(expr))).shape, "BF16", Path("x"), ())}
-    (tile,) = tile_shapes([OutputTensor(TensorSpec("out", expr.shape, "BF16"), 0, expr, inputs)], tile_bytes)
+    (tile,) = tile_shapes([Making(expr, Region.whole(expr.shape), [])], 2, tile_bytes)
     return tile
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mypy import api
 
-from ckptkit.types import Extent, Region, TensorInfo
+from ckptkit.types import Extent, Region, TensorInfo, new_extent, total_bytes
 
 INFO = TensorInfo("w", (2, 3), "BF16", Path("x"), (Extent(8, 12),))
 
@@ -36,3 +36,14 @@ def test_mypy_refuses_to_change_a_value(tmp_path: Path) -> None:
     errors = [line for line in text.splitlines() if ": error: " in line]
     assert [line.split(":")[1] for line in errors] == ["3", "4"], text
     assert "read-only" in errors[0]
+
+
+def test_the_bytes_of_many_are_the_sum_of_each() -> None:
+    tensors = [INFO, INFO, replace(INFO, dtype="F32"), replace(INFO, shape=())]
+    assert total_bytes(tensors) == sum(tensor.num_bytes for tensor in tensors) == 12 + 12 + 24 + 2
+    assert total_bytes([]) == 0
+
+
+def test_an_extent_made_fast_is_an_extent() -> None:
+    assert new_extent((8, 12)) == Extent(8, 12)
+    assert new_extent((8, 12)).size == 12

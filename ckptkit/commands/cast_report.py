@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptkit.cast import CastCount, is_lossy, largest_finite
-from ckptkit.plan.plan import OutputTensor, Plan
+from ckptkit.plan.plan import OutputTensor, Plan, tensor_name
 from ckptkit.report import listed
 from ckptkit.types import DTYPES
 
@@ -59,7 +59,7 @@ def counts_of(manifest: Mapping[str, Any] | None) -> dict[str, CastCount]:
     """Return the counts that the manifest of a finished result holds."""
     rows = manifest["tensors"] if manifest else {}
     return {
-        name: CastCount(row["cast"]["overflowed"], row["cast"]["flushed"])
+        tensor_name(name, row): CastCount(row["cast"]["overflowed"], row["cast"]["flushed"])
         for name, row in rows.items()
         if "cast" in row
     }

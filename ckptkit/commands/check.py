@@ -7,13 +7,15 @@ from pathlib import Path
 
 import xxhash
 
+from ckptkit.commands.ranks import open_stored
 from ckptkit.commands.source import Source, open_source
 from ckptkit.errors import CorruptError
 from ckptkit.formats.disk import file_digest
 from ckptkit.formats.files import opened, pread, size_of
 from ckptkit.formats.io import FilePool, extents_digest
-from ckptkit.formats.manifest import MANIFEST
+from ckptkit.formats.manifest import MANIFEST, named_files
 from ckptkit.formats.mindspore_ckpt import verify_crc
+from ckptkit.formats.rank_folders import find_ranks
 from ckptkit.report import Report, human_bytes
 from ckptkit.types import Extent, TensorInfo
 
@@ -27,7 +29,7 @@ def check(path: str | Path, *, progress: Callable[[int, int], Callable[[int], No
     CorruptError naming the tensors and side files whose bytes changed.
     """
     path = Path(path)
-    source = open_source(path)
+    source = open_stored(path) if path.is_dir() and find_ranks(path) else open_source(path)
     tensors = source.checkpoint.tensors
     total = sum(t.num_bytes for t in tensors.values())
     advance = progress(total, 0) if progress else lambda _: None
@@ -82,8 +84,15 @@ def _wrong_headers(source: Source) -> list[str]:
     return [
         f"the header of {file.name}"
         for file, extents in used.items()
-        if (promised := rows.get(file.name, {}).get("header")) and promised != _digest_around(file, extents)
+        if (promised := rows.get(_name_in(source, file), {}).get("header"))
+        and promised != _digest_around(file, extents)
     ]
+
+
+def _name_in(source: Source, file: Path) -> str:
+    """Return what a manifest calls a weight file: its path in the folder."""
+    folder = source.checkpoint.folder
+    return file.relative_to(folder).as_posix() if file.is_relative_to(folder) else file.name
 
 
 def _digest_around(file: Path, extents: list[Extent]) -> str:
@@ -103,8 +112,9 @@ def _added(source: Source) -> list[str]:
     folder, manifest = source.checkpoint.path, source.manifest
     if manifest is None or not folder.is_dir():
         return []
-    ours = {MANIFEST, *manifest.get("side_files", {}), *(row["name"] for row in manifest.get("files", []))}
-    added = sorted(path.name for path in folder.iterdir() if path.name not in ours)
+    ours = named_files(manifest)
+    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    added = sorted(name for path in found if (name := path.relative_to(folder).as_posix()) not in ours)
     return [f"not written by ckptkit: {', '.join(added)}"] if added else []
 
 

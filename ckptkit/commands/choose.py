@@ -156,7 +156,7 @@ def choose_source(
     """
     if dialect is not None:
         dialect = _dialect(tables, family, dialect, options[0])
-    if source.manifest is not None:
+    if source.manifest is not None and source.manifest["to"]["dialect"]:  # a reshard by names alone knows of none
         return _as_written(source.manifest["to"], dialect, variant, options)
     matches = [
         match

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,17 @@ from ckptkit.commands.source import Source, load_own_tables, open_source
 from ckptkit.errors import CoverageError, UsageError
 from ckptkit.formats.base import Checkpoint
 from ckptkit.formats.files import look, read_json_object, regular_file
+from ckptkit.formats.manifest import read_manifest
+from ckptkit.formats.mindspore_strategy import find_strategy, read_strategies
 from ckptkit.formats.model_config import CONFIG, quantization, read_config
+from ckptkit.formats.part_manifests import refuse_incomplete
 from ckptkit.formats.rank_folders import RankSet, find_ranks, open_ranks
 from ckptkit.formats.wrappers import ADAPTER_CONFIG, adapter_names
+from ckptkit.layout.slices import whole_shape
+from ckptkit.mapping.state_names import parameter_of
 from ckptkit.mapping.tables import Tables
 from ckptkit.report import Report, fold_names, human_bytes, listed
+from ckptkit.types import TensorInfo
 
 
 def inspect(
@@ -39,6 +46,7 @@ def inspect(
     path = Path(path)
     look(path)
     if path.is_dir() and (ranks := find_ranks(path)):
+        refuse_incomplete(path, read_manifest(path))
         return _inspect_ranks(open_ranks(path, step=step), len(ranks), expect, all_tensors)
     source = open_source(path)
     checkpoint = source.checkpoint
@@ -82,11 +90,37 @@ def _inspect_ranks(ranks: RankSet, count: int, expect: str | Path | None, all_te
         report.add("ranks", text)
     names = {frozenset(checkpoint.tensors) for checkpoint in ranks.ranks.values()}
     report.add("names", "every rank has the same" if len(names) == 1 else f"{len(names)} different sets (stages)")
-    for text in _tensor_rows(ranks.ranks[0], all_tensors):
-        report.add("rank_0", text)
+    where = find_strategy(ranks.folder)
+    if where is None:
+        report.add("layout", "unknown: no strategy files lie here, so what is whole and what is cut cannot be told")
+        for text in _tensor_rows(ranks.ranks[0], all_tensors):
+            report.add("rank_0", text)
+    else:
+        _add_layout(report, ranks, where, all_tensors)
     for note in (*ranks.notes, *(note for c in ranks.ranks.values() for note in c.notes)):
         report.add("note", note)
     return report
+
+
+def _add_layout(report: Report, ranks: RankSet, where: Path, all_tensors: bool) -> None:
+    """Say how the tensors are cut, and list them whole, from the first rank of each stage."""
+    axes = {name: len(info.shape) for rank in ranks.ranks.values() for name, info in rank.tensors.items()}
+    strategies = read_strategies(where, num_axes=axes)
+    devices = prod(next(iter(strategies[0].tensors.values())).dev_matrix)
+    what = f"{len(strategies)} stage(s) of {devices} device(s), from `{where.name}`"
+    if len(strategies) * devices != len(ranks.ranks):
+        report.add("layout", f"{what}: not of these {len(ranks.ranks)} ranks")
+        return
+    report.add("layout", what)
+    whole: dict[str, TensorInfo] = {}
+    for stage, strategy in enumerate(strategies):
+        for name, info in ranks.ranks[stage * devices].tensors.items():
+            layout = strategy.tensors.get(name) or strategy.tensors.get(parameter_of(name) or "")
+            shape = info.shape if layout is None else whole_shape(layout, info.shape, name)
+            whole.setdefault(name, replace(info, shape=shape))
+    report.data["whole"] = {name: {"shape": list(info.shape), "dtype": info.dtype} for name, info in whole.items()}
+    for text in _tensor_rows(replace(ranks.ranks[0], tensors=whole), all_tensors):
+        report.add("whole", text)
 
 
 def _file_bytes(checkpoint: Checkpoint) -> int:
@@ -109,7 +143,7 @@ def _data(checkpoint: Checkpoint) -> dict[str, Any]:
 def _add_naming(report: Report, source: Source, tables: Tables) -> None:
     """Say which family and dialect the names and config.json show; nothing is guessed between equal fits."""
     checkpoint, manifest = source.checkpoint, source.manifest
-    if manifest is not None:
+    if manifest is not None and manifest["to"]["dialect"]:  # a reshard by names alone knows of none
         to = manifest["to"]
         variant = f", variant {to['variant']}" if to["variant"] else ""
         report.add("naming", f"{manifest['family']}, {to['dialect']}{variant} (ckptkit.json)")

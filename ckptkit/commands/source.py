@@ -5,32 +5,49 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import CoverageError, UsageError
 from ckptkit.formats import files
 from ckptkit.formats.base import Checkpoint
 from ckptkit.formats.manifest import compare_with_manifest, read_manifest
+from ckptkit.formats.mindspore_strategy import is_strategy_file
 from ckptkit.formats.model_config import CONFIG, read_config, side_files
+from ckptkit.formats.rank_folders import RankSet
 from ckptkit.formats.registry import open_checkpoint
 from ckptkit.formats.wrappers import unwrap
 from ckptkit.mapping.tables import Tables, load_tables
+
+if TYPE_CHECKING:  # it needs numpy, which `inspect` does without
+    from ckptkit.plan.join import Joined
 
 SideFiles = list[tuple[Path, str]]  # (source, name in the result)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint with what lies beside it. `manifest` is None for a folder that ckptkit did not write."""
+    """A checkpoint with what lies beside it. `manifest` is None for a folder that ckptkit did not write.
+
+    Of a checkpoint that is cut over `ranks`, `checkpoint` has the whole tensors, and `joined` says how they are made.
+    """
 
     checkpoint: Checkpoint
     manifest: Mapping[str, Any] | None
+    joined: Joined | None = None
+    ranks: RankSet | None = None
 
     @property
     def promised_digests(self) -> dict[str, str]:
         """The digests that the manifest promises, by tensor name."""
         rows = self.manifest["tensors"] if self.manifest else {}
         return {name: row["xxh3_128"] for name, row in rows.items() if row.get("xxh3_128")}
+
+    @property
+    def padded(self) -> dict[str, int]:
+        """The rows, padding included, of the tensors that the manifest says are padded."""
+        layout = self.manifest.get("layout", {}) if self.manifest else {}
+        padded = layout.get("padded", {}) if isinstance(layout, dict) else {}
+        return {name: int(rows[1]) for name, rows in padded.items()}
 
 
 def open_source(path: Path, *, unwrapped: bool = False) -> Source:
@@ -136,10 +153,20 @@ def find_config(source: Source, given: Path | None) -> tuple[dict[str, Any], Sid
     return config, side + more, notes + _config_note(source, config)
 
 
+def find_side_files(source: Source, given: Path | None) -> SideFiles:
+    """Return what travels beside the weights where no config.json is needed; from the folder `given`, if named."""
+    if given is not None and not given.is_dir():
+        return [(files.regular_file(given, "a config.json"), CONFIG)]
+    return _side_files(source, given or source.checkpoint.folder)
+
+
 def _side_files(source: Source, folder: Path) -> SideFiles:
     """Return what travels of a folder's files, under their own names; never the weights, whatever they are called."""
     weights = {path.resolve() for path in source.checkpoint.files}
-    return [(path, path.name) for path in side_files(folder) if path.resolve() not in weights]
+    found = [path for path in side_files(folder) if path.resolve() not in weights]
+    if source.ranks is not None or source.checkpoint.kind == "ckpt":  # strategy files are of the source's own layout
+        found = [path for path in found if not is_strategy_file(path)]
+    return [(path, path.name) for path in found]
 
 
 def _config_note(source: Source, config: Mapping[str, Any]) -> list[str]:

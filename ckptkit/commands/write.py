@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,16 @@ import xxhash
 from ckptkit import __version__
 from ckptkit.cast import CastCount, CastOverflow
 from ckptkit.commands.cast_report import cast_data, cast_tensors, counts_of
+from ckptkit.commands.replicas import compare_replicas
 from ckptkit.commands.source import Source
-from ckptkit.execute import execute
+from ckptkit.execute import Outcome, execute
+from ckptkit.formats.disk import allow_open_files
 from ckptkit.formats.file_sink import FileSink
-from ckptkit.formats.manifest import MANIFEST, SCHEMA, dump_manifest, header_digest, read_manifest
-from ckptkit.formats.result_folder import ResultFolder, check_space, check_target
+from ckptkit.formats.manifest import MANIFEST, SCHEMA, dump_manifest, header_digest, read_manifest, tensor_rows
+from ckptkit.formats.result_folder import ResultFolder, check_space
 from ckptkit.mapping.expr import Leaf
-from ckptkit.plan.plan import Plan, SourceChanged
+from ckptkit.plan.plan import Plan, SourceChanged, stored_name
+from ckptkit.types import TensorSpec
 
 Progress = Callable[[int, int], Callable[[int], None]]
 
@@ -40,9 +43,11 @@ def write_plan(
     plan: Plan, source: Source, dst: Path, options: Options, progress: Progress | None
 ) -> dict[str, CastCount]:
     """Execute `plan` into `dst`, all of it or nothing under that name, and return what its casts lost."""
-    check_target(dst, [], overwrite=options.overwrite)
-    digest = plan.digest()
-    folder = ResultFolder(dst, digest, options.overwrite)
+    only = plan.facts["layout"].get("only") if plan.whole is not None else None
+    folder = ResultFolder(dst, plan.digest(), options.overwrite, None if only is None else tuple(only))
+    folder.check()
+    allow_open_files(len(plan.files))
+    compare_replicas(plan, options.workers, progress)
     check_space(folder.target, plan.bytes_written - already_written(folder))
     folder.open()
     try:
@@ -52,13 +57,15 @@ def write_plan(
             with _sink(folder, plan, options) as sink:
                 done = sink.finished_files()
                 done_bytes = sum(o.spec.num_bytes for o in plan.outputs if o.file in done)
-                counts = execute(
+                outcome = execute(
                     plan, sink, workers=options.workers, digests=options.digests, skip_files=done,
                     source_digests=source.promised_digests,
                     progress=progress(plan.tensor_bytes, done_bytes) if progress else lambda _: None,
                 )  # fmt: skip
+            sink.check_complete()
             plan.check_sources()
-            _write_small_files(plan, source, folder, sink.digests, counts)
+            counts = outcome.counts
+            _write_small_files(plan, source, folder, sink.digests, outcome)
         folder.commit()
     except (CastOverflow, SourceChanged):  # no run of this plan can end otherwise, so nothing is kept for one
         shutil.rmtree(folder.partial)
@@ -87,21 +94,29 @@ def _sink(folder: ResultFolder, plan: Plan, options: Options) -> Iterator[FileSi
 
 
 def _write_small_files(
-    plan: Plan, source: Source, folder: ResultFolder, digests: dict[str, str], counts: dict[str, CastCount]
+    plan: Plan, source: Source, folder: ResultFolder, digests: Sequence[Mapping[str, str]], outcome: Outcome
 ) -> None:
+    counts = outcome.counts
+    for name, file in plan.links.items():
+        folder.link(name, file)
     side = {name: folder.copy(path, name) for path, name in plan.side}
     for name, data in plan.extra.items():
         folder.add(name, data)
         side[name] = xxhash.xxh3_128_hexdigest(data)
-    manifest = _manifest(plan, source, folder.digest, digests, side) | cast_data(plan, counts)
-    for name, cast in cast_tensors(plan, counts).items():
-        manifest["tensors"][name]["cast"] = cast
-    folder.add(MANIFEST, dump_manifest(manifest))
+    manifest = _manifest(plan, source, folder.digest, digests, side, outcome.compared) | cast_data(plan, counts)
+    rows = tensor_rows(_tensors(plan, digests), cast_tensors(plan, counts))
+    folder.add(MANIFEST, dump_manifest(manifest, rows))
 
 
 def _manifest(
-    plan: Plan, source: Source, plan_digest: str, digests: dict[str, str], side: dict[str, str]
+    plan: Plan,
+    source: Source,
+    plan_digest: str,
+    digests: Sequence[Mapping[str, str]],
+    side: dict[str, str],
+    compared: Set[str],
 ) -> dict[str, Any]:
+    """Return the manifest but for the rows of its tensors."""
     checkpoint = source.checkpoint
     return {
         "schema": SCHEMA,
@@ -111,29 +126,44 @@ def _manifest(
         "source": {
             "name": checkpoint.path.resolve().name,
             "files": [{"name": f.name, "bytes": f.stat().st_size} for f in checkpoint.files],
-            "tensors": _source_digests(plan, source, digests),
+            "tensors": _source_digests(plan, source, digests, compared),
         },
-        "files": [{"name": f.name, "bytes": f.size, "header": header_digest(f)} for f in plan.files],
+        "files": list(_files(plan)),
         "side_files": side,
         **{key: [[f.name, f.reason] for f in getattr(plan, key)] for key in ("ignored", "dropped", "unmapped")},
-        "tensors": {
-            o.spec.name: {
-                "shape": list(o.spec.shape),
-                "dtype": o.spec.dtype,
-                "file": plan.files[o.file].name,
-                "xxh3_128": digests.get(o.spec.name),
-            }
-            for o in plan.outputs
-        },
     }
 
 
-def _source_digests(plan: Plan, source: Source, digests: dict[str, str]) -> dict[str, str]:
+def _files(plan: Plan) -> Iterator[dict[str, Any]]:
+    rows = {f.name: {"bytes": f.size, "header": header_digest(f)} for f in plan.files}
+    for name, row in rows.items():
+        yield {"name": name, **row}
+    for name, file in plan.links.items():
+        yield {"name": name, **rows[file]}
+
+
+def _tensors(plan: Plan, digests: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, TensorSpec, str, str | None]]:
+    """Yield each stored tensor as the manifest calls it, its spec, its file and its digest; linked files included."""
+    names = [[(file.name, stored_name(file.name, ""))] for file in plan.files]
+    numbers = {file.name: number for number, file in enumerate(plan.files)}
+    for name, file in plan.links.items():
+        names[numbers[file]].append((name, stored_name(name, "")))
+    for output in plan.outputs:
+        spec = output.spec
+        digest = digests[output.file].get(spec.name)
+        for name, prefix in names[output.file]:
+            yield prefix + spec.name, spec, name, digest
+
+
+def _source_digests(
+    plan: Plan, source: Source, digests: Sequence[Mapping[str, str]], compared: Set[str]
+) -> dict[str, str]:
     """Return what was seen of the source's bytes: promises that held, and the tensors that moved whole and uncast."""
-    read = {info.name for output in plan.outputs for info in output.inputs.values()}
-    known = {name: digest for name, digest in source.promised_digests.items() if digests and name in read}
+    promised = source.promised_digests if compared else {}
+    known = {name: digest for name, digest in promised.items() if name in compared}
     casts = "cast" in plan.facts
     for output in plan.outputs:
-        if isinstance(output.expr, Leaf) and output.spec.name in digests and not (casts and output.cast_from):
-            known[output.expr.name] = digests[output.spec.name]
+        expr, digest = output.expr, digests[output.file].get(output.spec.name)
+        if digest and isinstance(expr, Leaf) and output.region is None and not (casts and output.cast_from):
+            known[expr.name] = digest
     return known

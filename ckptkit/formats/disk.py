@@ -14,6 +14,7 @@ from ckptkit.errors import CkptkitError, ResourceError
 from ckptkit.formats import files
 
 COPY_BYTES = 1 << 20
+OTHER_FILES = 128  # that a process has open besides those that it writes: sources, streams, locks
 
 _WHY = {
     errno.ENOSPC: ("no space is left on the disk", "free some space"),
@@ -26,6 +27,8 @@ _WHY = {
     errno.EACCES: ("permission is denied", "choose an output folder where you may write"),
     errno.EPERM: ("the operation is not permitted", "choose an output folder where you may write"),
     errno.EIO: ("the disk reports an input/output error", "check the disk"),
+    errno.EMFILE: ("this process has too many files open", "raise the limit (`ulimit -n`)"),
+    errno.ENFILE: ("the system has too many files open", "end what holds them"),
 }
 
 _AT_FDCWD = -100
@@ -42,6 +45,21 @@ def disk_error(error: OSError, path: Path) -> CkptkitError:
         f"cannot write `{path.name}`: {why}",
         why="the result is incomplete and has not been given its name",
         hint=f"{remedy}, then run the same command again: finished files are kept",
+    )
+
+
+def allow_open_files(count: int) -> None:
+    """Raise this process's limit so that it may write `count` files at once; ResourceError where it may not."""
+    needed = count + OTHER_FILES
+    allowed = files.raise_open_files(needed)
+    if allowed >= needed:
+        return
+    some = ", or write some `--ranks` at a time, into the same folder" if count > 1 else ""
+    raise ResourceError(
+        f"the result has {f'{count} files that are' if count > 1 else '1 file that is'} written at once, "
+        f"and this process may open {allowed}",
+        why="a tensor that is cut over all ranks goes into all of their files" if count > 1 else "",
+        hint=f"raise the limit to {needed} (`ulimit -Hn`){some}",
     )
 
 

@@ -10,11 +10,13 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import xxhash
 
+from ckptkit.errors import InternalError
 from ckptkit.formats.base import OutputFile
 from ckptkit.formats.disk import disk_error
 from ckptkit.formats.files import pread
@@ -28,15 +30,15 @@ _READ_BACK_BYTES = 256 << 10
 @dataclass(slots=True)
 class _OpenFile:
     fd: int = -1
-    waiting: set[int] = field(default_factory=set)
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    waiting: int = 0  # outputs that are not complete
     digests: dict[str, str] = field(default_factory=dict)
 
 
 class FileSink:
     """Write outputs into the files of a `ResultFolder`.
 
-    `outputs` gives each output's (tensor name, file number). `digests` asks for the digest of every tensor;
-    afterwards they are in `self.digests`, by tensor name.
+    `outputs` gives each output's (tensor name, file number). `digests` asks for the digest of every tensor.
     """
 
     def __init__(
@@ -47,16 +49,21 @@ class FileSink:
         *,
         digests: bool = True,
     ) -> None:
-        self.digests: dict[str, str] = {}
         self._folder = folder
         self._files = files
         self._outputs = outputs
         self._want_digests = digests
         self._open = [_OpenFile() for _ in files]
+        self._taken_over: frozenset[int] = frozenset()
         self._lock = threading.Lock()
-        for number, (_, file) in enumerate(outputs):
-            self._open[file].waiting.add(number)
+        for file, count in Counter([file for _, file in outputs]).items():
+            self._open[file].waiting = count
         self._extents = [files[file].extents[name] for name, file in outputs]
+
+    @property
+    def digests(self) -> list[Mapping[str, str]]:
+        """The digests of the finished tensors, file by file, by name."""
+        return [state.digests for state in self._open]
 
     def finished_files(self) -> frozenset[int]:
         """Return the numbers of the files that an earlier run finished; their digests are taken over.
@@ -75,20 +82,26 @@ class FileSink:
                 if any(extents_digest(path, file.extents[name], pool) != d for name, d in digests.items()):
                     continue
             done.add(number)
-            self.digests.update(digests)
-        return frozenset(done)
+            self._open[number].digests.update(digests)
+        self._taken_over = frozenset(done)
+        return self._taken_over
 
     def put(self, output: int, offset: int, data: memoryview) -> None:
-        """Write `data` at byte `offset` of output number `output`."""
-        fd = self._fd(self._outputs[output][1])
+        """Write `data` at byte `offset` of output number `output`.
+
+        Threads take turns at a file: the kernel lets one write at a time, and the others would spin, not sleep.
+        """
+        number = self._outputs[output][1]
+        fd = self._fd(number)
         extents = self._extents[output]
         try:
-            if len(extents) == 1:
-                _pwrite(fd, data, extents[0].offset + offset)
-            else:
-                _pwrite_pieces(fd, data, offset, extents)
+            with self._open[number].turn:
+                if len(extents) == 1:
+                    _pwrite(fd, data, extents[0].offset + offset)
+                else:
+                    _pwrite_pieces(fd, data, offset, extents)
         except OSError as error:
-            raise disk_error(error, self._folder.partial / self._files[self._outputs[output][1]].name) from error
+            raise disk_error(error, self._folder.partial / self._files[number].name) from error
 
     def put_batch(self, outputs: Sequence[int], data: memoryview, digests: Sequence[str | None]) -> None:
         """Write the whole bytes of `outputs`, neighbours in one file, and note that they are complete."""
@@ -96,21 +109,29 @@ class FileSink:
         self._note(outputs, digests)
 
     def finish(self, output: int, digest: str | None) -> None:
-        """Note that `output` is complete. A digest of None is computed by reading the bytes back."""
+        """Note, once, that `output` is complete. A digest of None is computed by reading the bytes back."""
         if self._want_digests:
             digest = digest or self._read_back(output)
         self._note([output], [digest])
+
+    def check_complete(self) -> None:
+        """Raise InternalError when an output was neither finished now nor taken over from an earlier run."""
+        lacking = [
+            self._files[number].name
+            for number, state in enumerate(self._open)
+            if state.waiting and number not in self._taken_over
+        ]
+        if lacking:
+            raise InternalError(f"{len(lacking)} files of the result were not written to their end", items=lacking)
 
     def _note(self, outputs: Sequence[int], digests: Sequence[str | None]) -> None:
         """Take outputs of one file off its list, and close the file after the last one."""
         number = self._outputs[outputs[0]][1]
         with self._lock:
             state = self._open[number]
-            state.waiting.difference_update(outputs)
-            for output, digest in zip(outputs, digests, strict=True):
-                if digest:
-                    name = self._outputs[output][0]
-                    state.digests[name] = self.digests[name] = digest
+            found = zip(outputs, digests, strict=True)
+            state.digests.update({self._outputs[output][0]: digest for output, digest in found if digest})
+            state.waiting -= len(outputs)
             last = not state.waiting
         if last:
             self._close_file(number)

@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import re
+import resource
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -109,7 +110,21 @@ def open_error(file: Path, error: OSError) -> CkptkitError:
     odd = name_error(file, error)
     if odd is not None:
         return odd
-    return ResourceError(f"cannot open `{file}`: {error.strerror}", hint="check the permissions and the disk")
+    hint = "check the permissions and the disk"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        hint = "raise the limit of open files (`ulimit -n`)"
+    return ResourceError(f"cannot open `{file}`: {error.strerror}", hint=hint)
+
+
+def raise_open_files(needed: int) -> int:
+    """Let this process open `needed` files; return that, or how many it may open where those are fewer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return needed
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        return hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return needed
 
 
 def dangling_link(file: Path) -> CoverageError:
@@ -123,13 +138,19 @@ def dangling_link(file: Path) -> CoverageError:
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Switch the garbage collector off: making 50,000 small objects takes twice the time with it."""
+    """Switch the garbage collector off: making 50,000 small objects takes twice the time with it.
+
+    What was made meanwhile counts as old afterwards, so that the next collection of the young does not walk it all.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
+            if not gc.get_freeze_count():  # what a caller froze stays frozen
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
@@ -239,6 +260,32 @@ def read_json_object(file: Path) -> dict[str, Any]:
     Raises CorruptError for anything else, a git-lfs pointer and a key with two different values included.
     """
 
+    with opened(file) as descriptor:
+        data = pread(file, descriptor, size_of(descriptor), 0)
+    refuse_empty_or_pointer(file, data)
+    try:
+        value = _parse_json(file, data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"`{file}` is not valid JSON: {error}", hint="download or save the file again") from error
+    if not isinstance(value, dict):
+        raise CorruptError(f"`{file}` is not a JSON object", hint="download or save the file again")
+    if _SURROGATE.search(data):
+        _refuse_half_characters(file, value)
+    return value
+
+
+def _parse_json(file: Path, text: str) -> Any:
+    """Return the value of a JSON text; CorruptError for a key with two different values.
+
+    Every key has a colon after it, so a text with no more colons than keys that were kept has no key twice.
+    """
+    kept = 0
+
+    def counted(result: dict[str, Any]) -> dict[str, Any]:
+        nonlocal kept
+        kept += len(result)
+        return result
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) == len(pairs):
@@ -248,18 +295,8 @@ def read_json_object(file: Path) -> dict[str, Any]:
             raise CorruptError(f"`{file}` has keys with two different values", items=odd, hint="remove one of each")
         return result
 
-    with opened(file) as descriptor:
-        data = pread(file, descriptor, size_of(descriptor), 0)
-    refuse_empty_or_pointer(file, data)
-    try:
-        value = json.loads(data.decode("utf-8-sig"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"`{file}` is not valid JSON: {error}", hint="download or save the file again") from error
-    if not isinstance(value, dict):
-        raise CorruptError(f"`{file}` is not a JSON object", hint="download or save the file again")
-    if _SURROGATE.search(data):
-        _refuse_half_characters(file, value)
-    return value
+    value = json.loads(text, object_hook=counted)
+    return value if text.count(":") == kept else json.loads(text, object_pairs_hook=unique)
 
 
 def _refuse_half_characters(file: Path, value: dict[str, Any]) -> None:

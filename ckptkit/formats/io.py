@@ -6,25 +6,21 @@ here: where the bytes lie (each format's `read_index`), writing (`execute.py` an
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import closing, nullcontext
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from threading import Condition
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ckptkit.errors import CorruptError, InternalError
+from ckptkit.errors import InternalError
 from ckptkit.formats import files
+from ckptkit.formats.file_pool import FilePool
 from ckptkit.types import DTYPES, Extent, Region, TensorInfo
 
 Array = npt.NDArray[Any]
@@ -33,91 +29,6 @@ SMALL_GAP_BYTES = 512  # runs closer than this are read together, however short 
 GAP_BYTES = 4096  # and closer than this, if the gaps are no longer than the runs
 SCRATCH_BYTES = 1024 * 1024
 DIGEST_BLOCK_BYTES = 256 * 1024
-OPEN_FILES = 64
-
-
-@dataclass(slots=True)
-class _Handle:
-    descriptor: int
-    users: int = 0
-
-
-@dataclass(slots=True)
-class FilePool:
-    """Files kept open for reading, at most `limit` at a time; a context manager, safe to share between threads."""
-
-    limit: int = OPEN_FILES
-    _handles: OrderedDict[Path, _Handle] = field(default_factory=OrderedDict)
-    _changed: Condition = field(default_factory=Condition)
-
-    def __enter__(self) -> FilePool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close every file that nobody is reading."""
-        with self._changed:
-            for path in [path for path, handle in self._handles.items() if not handle.users]:
-                os.close(self._handles.pop(path).descriptor)
-
-    def pread_into(self, path: Path, offset: int, data: memoryview) -> None:
-        """Fill `data`, a writable view of bytes, from byte `offset` of the file on.
-
-        Raises CorruptError when the file ends before that, ResourceError when it cannot be read.
-        """
-        self.pread_many(path, [(offset, data)])
-
-    def pread_many(self, path: Path, pieces: Iterable[tuple[int, memoryview]]) -> None:
-        """Fill several views of bytes, each from its offset on; the errors are those of `pread_into`."""
-        handle = self._take(path)
-        try:
-            for offset, data in pieces:
-                done = os.preadv(handle.descriptor, [data], offset)
-                while done < len(data):
-                    count = os.preadv(handle.descriptor, [data[done:]], offset + done)
-                    if not count:
-                        raise _shrank(path, offset + done, len(data) - done)
-                    done += count
-        except OSError as error:
-            raise files.read_error(path, error) from error
-        finally:
-            self._give_back(handle)
-
-    def _take(self, path: Path) -> _Handle:
-        with self._changed:
-            while path not in self._handles and len(self._handles) >= self.limit and not self._close_oldest():
-                self._changed.wait()
-            if path not in self._handles:
-                self._handles[path] = _Handle(files.open_descriptor(path))
-            handle = self._handles[path]
-            self._handles.move_to_end(path)
-            handle.users += 1
-            return handle
-
-    def _give_back(self, handle: _Handle) -> None:
-        with self._changed:
-            handle.users -= 1
-            if not handle.users:
-                self._changed.notify()
-
-    def _close_oldest(self) -> bool:
-        """Close the file that was unused for longest; return whether there was one."""
-        for path, handle in self._handles.items():
-            if not handle.users:
-                os.close(self._handles.pop(path).descriptor)
-                return True
-        return False
-
-
-def _shrank(path: Path, offset: int, missing: int) -> CorruptError:
-    return CorruptError(
-        f"file shrank while being read: `{path}` ends at or before byte {offset}, {missing} bytes too early",
-        hint="let no other program write to the checkpoint, and start again",
-    )
 
 
 def read_region(
@@ -145,11 +56,8 @@ def read_region(
 def extents_digest(file: Path, extents: Sequence[Extent], pool: FilePool) -> str:
     """Return the xxh3-128 of the bytes in `extents` of a file, one after another; errors are those of `pread_into`."""
     state = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(DIGEST_BLOCK_BYTES))
-    for offset, size in extents:
-        for start in range(0, size, len(buffer)):
-            block = buffer[: min(len(buffer), size - start)]
-            pool.pread_into(file, offset + start, block)
+    with closing(pool.pread_blocks(file, extents, memoryview(bytearray(DIGEST_BLOCK_BYTES)))) as blocks:
+        for block in blocks:
             state.update(block)
     return state.hexdigest()
 
@@ -292,3 +200,6 @@ class _Reader:
             position += count
             size -= count
             index += 1
+
+
+__all__ = ["FilePool", "extents_digest", "read_region", "same_values"]

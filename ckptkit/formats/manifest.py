@@ -3,7 +3,9 @@
     schema     1
     tool       "ckptkit 0.1.0"
     plan       the plan's digest
-    family, from, to, layout      as the plan's facts say them: dialect, variant, format, tables
+    family, from, to, layout      as the plan's facts say them: dialect, variant, format, tables; `layout.only` are the
+                ranks that are there, of `layout.ranks`, as long as parts of a result are missing; `state` says how
+                many tensors of each kind of training state there are
     source     {"name", "files": [{"name", "bytes"}], "tensors": {name: digest}}   digests where they are known
     files      [{"name", "bytes", "header"}]    header: `header_digest`; older results have none
     side_files {name: digest}                   of all that lies beside the weights, this file excepted
@@ -17,7 +19,8 @@ The digest of a tensor is the xxh3-128 of its bytes in C order, as 32 hex digits
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from json.encoder import encode_basestring as quote
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ import xxhash
 
 from ckptkit.errors import CorruptError
 from ckptkit.formats.base import Checkpoint, OutputFile
+from ckptkit.types import Shape, TensorSpec
 
 MANIFEST = "ckptkit.json"
 SCHEMA = 1
@@ -36,14 +40,41 @@ def header_digest(file: OutputFile) -> str:
     return xxhash.xxh3_128_hexdigest(b"".join(data for _, data in sorted(file.fixed)))
 
 
-def dump_manifest(manifest: Mapping[str, Any]) -> bytes:
-    """Return the manifest as bytes: one line a tensor, so that two of them can be compared with `diff`."""
+def tensor_rows(tensors: Iterable[tuple[str, TensorSpec, str, str | None]], casts: Mapping[str, Any]) -> list[str]:
+    """Return the rows of `tensors` as JSON text: each the name of its row, its spec, its file and its digest.
+
+    `casts` are by the tensor's own name. A tensor's text differs from the next one's in name and digest, so the rest is
+    made once for each kind of tensor: the JSON library takes five times as long for all of it.
+    """
+    kinds: dict[tuple[Shape, str, str], str] = {}
+    rows = []
+    for name, spec, file, digest in tensors:
+        kind = kinds.get((spec.shape, spec.dtype, file))
+        if kind is None:
+            row = {"shape": spec.shape, "dtype": spec.dtype, "file": file}
+            kind = kinds[spec.shape, spec.dtype, file] = _text(row)[:-1]
+        told = f'"{digest}"' if digest else "null"
+        cast = f', "cast": {_text(casts[spec.name])}' if spec.name in casts else ""
+        rows.append(f'{quote(name)}: {kind}, "xxh3_128": {told}{cast}}}')
+    return rows
+
+
+def dump_manifest(manifest: Mapping[str, Any], rows: Iterable[str] | None = None) -> bytes:
+    """Return the manifest as bytes: one line a tensor, so that two of them can be compared with `diff`.
+
+    `rows` are those of its tensors (see `tensor_rows`), for a manifest that does not hold them.
+    """
+    if rows is None:
+        rows = [f"{quote(name)}: {_text(row)}" for name, row in manifest["tensors"].items()]
     head = ((key, value) for key, value in manifest.items() if key not in ("tensors", "seal"))
-    text = "{\n" + ",\n".join(f' "{key}": {json.dumps(value, ensure_ascii=False)}' for key, value in head)
-    # one call for all rows, then a line break between them: inside a JSON text, `}, "` only ends an object
-    rows = json.dumps(manifest["tensors"], ensure_ascii=False)[1:-1].replace('}, "', '},\n  "')
-    body = f'{text},\n "tensors": {{\n  {rows}\n }}'.encode(errors="backslashreplace")  # a half character's escape
+    text = ",\n".join(f' "{key}": {_text(value)}' for key, value in head)
+    text = "".join(["{\n", text, ',\n "tensors": {\n  ', ",\n  ".join(rows), "\n }"])
+    body = text.encode(errors="backslashreplace")  # a half character's escape
     return body + _seal(body)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _seal(body: bytes) -> bytes:
@@ -77,6 +108,15 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not _is_manifest(manifest):
         raise CorruptError(f"`{path}` is not a ckptkit manifest", hint=_FOREIGN)
     return manifest
+
+
+def plan_of(folder: Path) -> str | None:
+    """Return the digest of the plan that made `folder`, or None when that is not known."""
+    try:
+        manifest = read_manifest(folder)
+    except CorruptError:
+        return None
+    return str(manifest.get("plan")) if manifest else None
 
 
 def _is_manifest(manifest: Mapping[str, Any]) -> bool:

@@ -28,7 +28,8 @@ from pathlib import Path
 from ckptkit.errors import CkptkitError, CorruptError, InternalError, UnsafeError, UsageError
 from ckptkit.formats import files
 from ckptkit.formats.base import FileIndex, OutputFile
-from ckptkit.formats.mindspore_records import AGAIN, Record, scan
+from ckptkit.formats.mindspore_records import Record, scan
+from ckptkit.formats.protobuf import AGAIN, sized, varint
 from ckptkit.types import DTYPES, Extent, Shape, TensorInfo, TensorSpec, item_bytes
 
 PIECE_BYTES = 512 * 1024 * 1024
@@ -134,25 +135,11 @@ def _around_name(spec: TensorSpec, size: int, name_bytes: int) -> tuple[bytes, b
     """Return what comes before and after the name, of `name_bytes`, in a record with `size` bytes of content."""
     shape = (0,) if spec.dtype == "STR" else spec.shape
     kind = DTYPES[spec.dtype].mindspore or ""
-    dims = b"".join(b"\x08" + _varint(length) for length in shape)
-    tensor = dims + b"\x12" + _sized(kind.encode()) + b"\x1a" + _varint(size)
-    before, after = b"\x0a" + _varint(name_bytes), b"\x12" + _varint(len(tensor) + size) + tensor
+    dims = b"".join(b"\x08" + varint(length) for length in shape)
+    tensor = dims + b"\x12" + sized(kind.encode()) + b"\x1a" + varint(size)
+    before, after = b"\x0a" + varint(name_bytes), b"\x12" + varint(len(tensor) + size) + tensor
     value_bytes = len(before) + name_bytes + len(after) + size
-    return b"\x0a" + _varint(value_bytes) + before, after
-
-
-def _varint(value: int) -> bytes:
-    """Return a non-negative int in protobuf's base 128, least significant group first."""
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-def _sized(data: bytes) -> bytes:
-    return _varint(len(data)) + data
+    return b"\x0a" + varint(value_bytes) + before, after
 
 
 def _check_head(file: Path, head: bytes) -> None:

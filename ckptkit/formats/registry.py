@@ -7,11 +7,12 @@ here: which files of a folder count (`folder.py`), the formats themselves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from json.encoder import encode_basestring_ascii as quote
 from pathlib import Path
 
-from ckptkit.errors import CorruptError, UsageError
+from ckptkit.errors import CorruptError, CoverageError, UsageError
 from ckptkit.formats import files, mindspore_ckpt, safetensors
 from ckptkit.formats.base import Checkpoint, FileIndex, OutputFile
 from ckptkit.formats.bin_beside import notes_on_bin
@@ -22,6 +23,9 @@ from ckptkit.types import TensorInfo, TensorSpec
 HF = "hf"
 MINDSPORE_SAFETENSORS = "mindspore-safetensors"
 CKPT = "ckpt"
+STATE = "training_state"  # the folder of such tensors beside HuggingFace weights
+
+_STATE_FILE = re.compile(r"state-\d{5}-of-(\d{5})\.safetensors")
 
 _SUFFIXES = {
     ".safetensors": files.SAFETENSORS,
@@ -75,7 +79,8 @@ def read_file(file: Path) -> tuple[str, FileIndex]:
 def _open_folder(folder: Path) -> Checkpoint:
     selection = select(folder)
     weights = None if selection.index is None else read_weight_map(selection.index)
-    paths = (*([] if weights is None else find_files(weights)), *selection.files)
+    state = _find_state(folder) if weights is None or weights.file.name == HF_INDEX else []
+    paths = (*([] if weights is None else find_files(weights)), *selection.files, *state)
     found = [read_file(path) for path in dict.fromkeys(paths)]
     indexes = [index for _, index in found]
     kind = _check_one_kind({index.file.name: kind for kind, index in found})
@@ -94,6 +99,25 @@ def _open_folder(folder: Path) -> Checkpoint:
         metadata,
         (*with_notes(folder, selection, used), *notes),
     )
+
+
+def _state_file(number: int, total: int) -> str:
+    return f"state-{number:05d}-of-{total:05d}.safetensors"
+
+
+def _find_state(folder: Path) -> list[Path]:
+    """Return the files that hold training state beside HuggingFace weights, all of them or CoverageError."""
+    found = sorted((folder / STATE).glob("*.safetensors"))
+    last = _STATE_FILE.fullmatch(found[-1].name) if found else None
+    total = int(last[1]) if last else 0
+    if [path.name for path in found] != [_state_file(number, total) for number in range(1, total + 1)]:
+        raise CoverageError(
+            f"`{folder / STATE}` does not hold all files of one training state, and these alone",
+            items=[path.name for path in found],
+            why="the rest of the training state would be lost",
+            hint=f"copy the missing files, or remove the folder `{STATE}` to go on with the weights alone",
+        )
+    return found
 
 
 def _join_indexed(weights: WeightMap, indexes: Sequence[FileIndex]) -> tuple[dict[str, TensorInfo], list[str]]:
@@ -157,19 +181,23 @@ def _join_metadata(indexes: Sequence[FileIndex]) -> tuple[dict[str, str], list[s
 
 
 def lay_out_checkpoint(
-    kind: str, specs: Sequence[TensorSpec], *, max_shard_bytes: int
+    kind: str, specs: Sequence[TensorSpec], *, max_shard_bytes: int, state: Collection[str] = ()
 ) -> tuple[list[OutputFile], dict[str, bytes]]:
     """Return the files of a new checkpoint, and the content of the small files that go with them by name.
 
     `hf`: `model.safetensors`, or shards and their index. `mindspore-safetensors`: MindSpore's unified layout.
-    `ckpt`: one file, whatever its size, since no loader joins a split set. Shards are filled in order to at most
-    `max_shard_bytes` of tensors; a larger tensor has a shard of its own. Raises UsageError for a tensor that the
-    format cannot hold.
+    `ckpt`: one file, whatever its size, since no loader joins a split set. The tensors called `state`, of a training
+    run, lie beside HuggingFace weights in a folder that no loader of weights looks into. Shards are filled in order to
+    at most `max_shard_bytes` of tensors; a larger tensor has a shard of its own. Raises UsageError for a tensor that
+    the format cannot hold.
     """
     if kind == CKPT:
         return [mindspore_ckpt.lay_out("model.ckpt", specs)], {}
     if kind not in (HF, MINDSPORE_SAFETENSORS):
         raise UsageError(f"unknown kind of checkpoint `{kind}`", hint=f"{HF}, {MINDSPORE_SAFETENSORS} or {CKPT}")
+    apart = [spec for spec in specs if spec.name in state] if kind == HF and state else []
+    if apart:
+        specs = [spec for spec in specs if spec.name not in state]
     sizes = [spec.num_bytes for spec in specs]
     shards = _shards(specs, sizes, max_shard_bytes)
     if kind == MINDSPORE_SAFETENSORS:
@@ -184,6 +212,10 @@ def lay_out_checkpoint(
             for number, shard in enumerate(shards, start=1)
         }
         small = {HF_INDEX: (_index_text(named, sum(sizes), indent=2) + "\n").encode()}
+    if apart:
+        shards = _shards(apart, [spec.num_bytes for spec in apart], max_shard_bytes)
+        total = len(shards)
+        named |= {f"{STATE}/{_state_file(n, total)}": shard for n, shard in enumerate(shards, start=1)}
     return [safetensors.lay_out(name, shard, {"format": "pt"}) for name, shard in named.items()], small
 
 

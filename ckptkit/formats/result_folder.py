@@ -9,26 +9,29 @@ The protocol, and what a crash at each point leaves:
 5. one rename to `DST` (with `overwrite`, an exchange), parent fsynced -> done; or the old result is still there
 6. with `overwrite`: the old result is removed                         -> the next start removes it
 
+A part of a result, the folders of some ranks, is built in the same way and joined in step 5 (`parts.py`); its journal
+stays until then, so that whoever looks at a part knows whether somebody is at work.
+
 Where folders cannot be exchanged, 5 is two renames: the old result to `DST.old-<plan digest>`, the new one to `DST`.
 A crash between them leaves nothing under `DST`; the next start puts the old result back. Only a folder that holds
 nothing but a result of ckptkit is ever replaced, and this is looked at again just before 5.
 
 Names are only changed by the process whose turn it is (a lock on the parent folder), in `open` and in `commit`;
 between them the lock on the journal says that somebody is at work. What does not live here: the bytes of tensors
-(`file_sink.py`), the journal's lines (`journal.py`), the manifest's content (`manifest.py`), and what an output may
-be (`target.py`).
+(`file_sink.py`), the journal's lines (`journal.py`), the manifest's content (`manifest.py`), how parts are joined, and
+what an output may be (`target.py`).
 """
 
 from __future__ import annotations
 
+import errno
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptkit.errors import CorruptError, ResourceError, UsageError
+from ckptkit.errors import UsageError
 from ckptkit.formats.disk import (
     Turn,
     copy_file,
@@ -40,19 +43,32 @@ from ckptkit.formats.disk import (
     write_file,
 )
 from ckptkit.formats.journal import JOURNAL, Journal
-from ckptkit.formats.manifest import MANIFEST, read_manifest
-from ckptkit.formats.target import check_replaceable, check_space, check_target
-
-_DIGEST = re.compile(r"[0-9a-f]{32}")
+from ckptkit.formats.manifest import MANIFEST, plan_of, read_manifest
+from ckptkit.formats.parts import (
+    check_part,
+    finish_mate,
+    is_filled,
+    join_part,
+    mates,
+    part_name,
+    same_plan,
+    set_aside,
+    stands,
+)
+from ckptkit.formats.target import check_replaceable, check_space, check_target, remove_replaced, siblings
 
 
 @dataclass(slots=True)
 class ResultFolder:
-    """The folder under construction. `finished` holds what the journal of an earlier run says is done."""
+    """The folder under construction. `finished` holds what the journal of an earlier run says is done.
+
+    `digest` is the plan's; `ranks` are those of a part of it, None for all that there is.
+    """
 
     target: Path
     digest: str
     overwrite: bool = False
+    ranks: tuple[int, ...] | None = None
     finished: dict[str, dict[str, str]] = field(default_factory=dict)
     complete: bool = False
     _turn: Turn = field(default_factory=Turn)
@@ -63,11 +79,25 @@ class ResultFolder:
 
     @property
     def partial(self) -> Path:
-        return self.target.with_name(f"{self.target.name}.partial-{self.digest}")
+        return self.target.with_name(f"{self.target.name}.partial-{part_name(self.digest, self.ranks)}")
 
     @property
     def _old(self) -> Path:
-        return self.target.with_name(f"{self.target.name}.old-{self.digest}")
+        return self.target.with_name(f"{self.target.name}.old-{part_name(self.digest, self.ranks)}")
+
+    def check(self) -> None:
+        """Put in order what earlier runs left, and raise UsageError when the target is in use after that."""
+        if self.ranks is None:
+            check_target(self.target, [], overwrite=self.overwrite)
+            return
+        try:
+            make_folder(self.target.parent)
+            self._turn.take(self.target.parent)
+            self._make_room()
+        except OSError as error:
+            raise disk_error(error, self.partial) from error
+        finally:
+            self._turn.end()
 
     def open(self) -> None:
         """Make or take over the partial folder; afterwards `finished` and `complete` say what is already there.
@@ -78,8 +108,7 @@ class ResultFolder:
         try:
             make_folder(self.target.parent)
             self._turn.take(self.target.parent)
-            repair(self.target)
-            check_target(self.target, [], overwrite=self.overwrite)
+            self._make_room()
             self._clear_others()
             self._take_over()
         except OSError as error:
@@ -88,8 +117,21 @@ class ResultFolder:
             if not self.complete:  # a whole result is committed in the same turn
                 self._turn.end()
 
+    def _make_room(self) -> None:
+        repair(self.target)
+        if self.ranks is None:
+            check_target(self.target, [], overwrite=self.overwrite)
+            return
+        for mate in mates(self.target, self.digest, self.partial):
+            finish_mate(mate, self.target, self.digest)
+        if not stands(self.partial, self.target, self.digest):
+            check_part(self.target, self.digest, self.ranks, overwrite=self.overwrite)
+
     def _clear_others(self) -> None:
-        others = [path for path in siblings(self.target, "partial") if path != self.partial]
+        known = [self.partial]
+        if self.ranks is not None:
+            known += mates(self.target, self.digest, self.partial)
+        others = [path for path in siblings(self.target, "partial") if path not in known]
         for path in others:
             if (path / JOURNAL).exists():
                 Journal.take(path).close()
@@ -104,6 +146,10 @@ class ResultFolder:
             shutil.rmtree(path)
 
     def _take_over(self) -> None:
+        if self.ranks is not None and stands(self.partial, self.target, self.digest):
+            self._journal = Journal.take(self.partial)
+            self.complete = True
+            return
         if self.partial.is_dir() and not (self.partial / JOURNAL).exists():
             if _is_whole(self.partial, self.digest):
                 self.complete = True
@@ -122,7 +168,21 @@ class ResultFolder:
 
     def add(self, name: str, data: bytes) -> None:
         """Write a small file from memory."""
-        write_file(self.partial / name, data)
+        path = self.partial / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, data)
+
+    def link(self, name: str, file: str) -> None:
+        """Give a finished file of the result a second name; a copy, where the disk has no hard links."""
+        path = self.partial / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            path.hardlink_to(self.partial / file)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS):
+                raise disk_error(error, path) from error
+            copy_file(self.partial / file, path)
 
     def copy(self, source: Path, name: str) -> str:
         """Copy a side file, its bytes unchanged, and return their digest; ResourceError when it cannot be read."""
@@ -132,6 +192,10 @@ class ResultFolder:
         """Give the finished folder its name; either the old result or the new one is there at any moment."""
         try:
             self._turn.take(self.target.parent)
+            if self.ranks is not None:
+                join_part(self.partial, self.target, overwrite=self.overwrite)
+                set_aside(self.partial)
+                return
             if not self.complete:
                 (self.partial / JOURNAL).unlink()
                 fsync_tree(self.partial)
@@ -141,12 +205,12 @@ class ResultFolder:
             raise disk_error(error, self.target) from error
         else:
             if self._old.exists():
-                _remove_replaced(self._old)
+                remove_replaced(self._old)
         finally:
             self.close()
 
     def _rename(self) -> None:
-        if not _is_filled(self.target):
+        if not is_filled(self.target):
             self.partial.rename(self.target)
             return
         if not self.overwrite:
@@ -173,16 +237,6 @@ class ResultFolder:
         self._turn.end()
 
 
-def siblings(target: Path, word: str) -> list[Path]:
-    """Return the folders `DST.<word>-<digest>` beside `target`, sorted; other names are the user's own."""
-    prefix = f"{target.name}.{word}-"
-    return sorted(
-        path
-        for path in target.parent.iterdir()
-        if path.name.startswith(prefix) and _DIGEST.fullmatch(path.name.removeprefix(prefix)) and path.is_dir()
-    )
-
-
 def repair(target: Path) -> None:
     """Finish what a crash between the two renames of an overwrite, or before the removal of the old, left.
 
@@ -190,9 +244,9 @@ def repair(target: Path) -> None:
     """
     for old in siblings(target, "old"):
         digest = old.name[-32:]
-        if _plan_of(target) == digest:
-            _remove_replaced(old)
-        elif not _is_filled(target) and target.with_name(f"{target.name}.partial-{digest}").is_dir():
+        if same_plan(plan_of(target), digest):
+            remove_replaced(old)
+        elif not is_filled(target) and target.with_name(f"{target.name}.partial-{digest}").is_dir():
             old.rename(target)
         else:
             raise UsageError(
@@ -202,33 +256,9 @@ def repair(target: Path) -> None:
             )
 
 
-def _remove_replaced(old: Path) -> None:
-    try:
-        shutil.rmtree(old)
-    except OSError as error:
-        raise ResourceError(
-            f"the new result is in place, but the old one, now `{old.name}`, could not be removed",
-            why=f"the system reports: {error}",
-            hint="remove it by hand",
-        ) from error
-
-
-def _is_filled(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.iterdir())
-
-
-def _plan_of(folder: Path) -> str | None:
-    """Return the digest of the plan that made `folder`, or None when that is not known."""
-    try:
-        manifest = read_manifest(folder)
-    except CorruptError:
-        return None
-    return str(manifest.get("plan")) if manifest else None
-
-
 def _is_whole(partial: Path, digest: str) -> bool:
     """Say whether a folder without journal is plan `digest`'s whole result, and no rest of one being removed."""
-    if _plan_of(partial) != digest:
+    if plan_of(partial) != digest:
         return False
     manifest = read_manifest(partial) or {}
     sizes = {row["name"]: row["bytes"] for row in manifest["files"]}

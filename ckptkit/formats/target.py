@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -17,6 +18,7 @@ from ckptkit.formats.manifest import MANIFEST, named_files, read_manifest
 
 _SPARE_BYTES = 16 << 20
 _NAME_BYTES = 255  # of one name, on the file systems of Linux
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 _UNFINISHED = re.compile(r"(.+)\.(?:partial|old)-[0-9a-f]{32}")
 _LONGEST_SUFFIX = len(".partial-") + 32
 
@@ -91,6 +93,28 @@ def _files_without(folder: Path, names: set[str]) -> Iterator[str]:
                 waiting.append(path)
             elif (name := path.relative_to(folder).as_posix()) not in names:
                 yield name
+
+
+def siblings(target: Path, word: str) -> list[Path]:
+    """Return the folders `DST.<word>-<digest>` beside `target`, sorted; other names are the user's own."""
+    prefix = f"{target.name}.{word}-"
+    return sorted(
+        path
+        for path in target.parent.iterdir()
+        if path.name.startswith(prefix) and _DIGEST.fullmatch(path.name.removeprefix(prefix)) and path.is_dir()
+    )
+
+
+def remove_replaced(old: Path) -> None:
+    """Remove what a new result took the place of; ResourceError when that fails."""
+    try:
+        shutil.rmtree(old)
+    except OSError as error:
+        raise ResourceError(
+            f"the new result is in place, but the old one, now `{old.name}`, could not be removed",
+            why=f"the system reports: {error}",
+            hint="remove it by hand",
+        ) from error
 
 
 def overlap(target: Path, source: Path) -> bool:

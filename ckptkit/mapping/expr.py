@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ckptkit.errors import CoverageError
+from ckptkit.errors import CoverageError, UsageError
 from ckptkit.mapping.op import ANY, Array, Op
 from ckptkit.mapping.ops import Concat, Deinterleave, Index, Pad, Slice, Transpose
 from ckptkit.types import Region, Shape, value
@@ -92,6 +92,18 @@ def granules(expr: Expr) -> tuple[int, ...]:
     return expr.op.lift([granules(c) for c in expr.children], [c.shape for c in expr.children])
 
 
+def aligned(expr: Expr, region: Region) -> Region:
+    """Return `region`, or where it cuts a group the least box around it that can be pulled."""
+    try:
+        pull(expr, region)
+    except UsageError:
+        steps = granules(expr)
+        start = tuple(a // g * g for a, g in zip(region.start, steps, strict=True))
+        stop = (min(-(-b // g) * g, size) for b, g, size in zip(region.stop, steps, expr.shape, strict=True))
+        return Region(start, tuple(stop))
+    return region
+
+
 def leaves(expr: Expr) -> tuple[Leaf, ...]:
     """Return the leaves of `expr` from left to right."""
     if isinstance(expr, Leaf):
@@ -149,8 +161,8 @@ def _pull(expr: Expr, region: Region, found: list[tuple[Leaf, Region]]) -> None:
         return
     shapes = [child.shape for child in expr.children]
     for piece in expr.op.pieces(region, shapes):
-        for child, box in zip(expr.children, expr.op.pull(piece, shapes), strict=True):
-            _pull(child, box, found)
+        for number, box in expr.op.needed(piece, shapes):
+            _pull(expr.children[number], box, found)
 
 
 def _apply(expr: Node, region: Region, shapes: Sequence[Shape], read: Read) -> Array:

@@ -55,6 +55,9 @@ class Op(Protocol):
         Raises UsageError when `region` cuts through elements that must stay together.
         """
 
+    def needed(self, region: Region, shapes: Sequence[Shape]) -> list[tuple[int, Region]]:
+        """Return the boxes of `pull` that are not empty, each with the number of its input."""
+
     def pieces(self, region: Region, shapes: Sequence[Shape]) -> Sequence[Region]:
         """Return the regions, together `region`, that can be pulled when `region` itself cannot.
 
@@ -83,6 +86,12 @@ class Base:
     @property
     def is_part(self) -> bool:
         return False
+
+    def pull(self, region: Region, shapes: Sequence[Shape]) -> tuple[Region, ...]:
+        raise TypeError(f"{type(self).__name__} has no `pull`")
+
+    def needed(self, region: Region, shapes: Sequence[Shape]) -> list[tuple[int, Region]]:
+        return [(number, box) for number, box in enumerate(self.pull(region, shapes)) if box.size]
 
     def pieces(self, region: Region, shapes: Sequence[Shape]) -> Sequence[Region]:
         return (region,)

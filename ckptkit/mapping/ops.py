@@ -84,6 +84,19 @@ class Concat(Base):
             offset += size
         return tuple(pulled)
 
+    def needed(self, region: Region, shapes: Sequence[Shape]) -> list[tuple[int, Region]]:
+        """Return what `pull` would, and make no box for the inputs beside: a thousand ranks may hold parts."""
+        axis, offset, found = self.axis, 0, []
+        first, last = region.start[axis], region.stop[axis]
+        for number, shape in enumerate(shapes if region.size else ()):
+            end = offset + shape[axis]
+            if end > first and end > offset:
+                found.append((number, region.with_axis(axis, max(first, offset) - offset, min(last, end) - offset)))
+            if end >= last:
+                break
+            offset = end
+        return found
+
     def lift(self, granules: Sequence[Shape], shapes: Sequence[Shape]) -> Shape:
         result = common(granules)
         sizes = [s[self.axis] for s in shapes]

@@ -5,8 +5,9 @@ A rule gives its tensor as an expression of HF tensors, and each of those back a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Literal
 
 from ckptkit.mapping.expr import Expr, Leaf, invert, leaves, renamed
@@ -20,7 +21,8 @@ class Traits:
 
     `tp_axis` and `ep_axis` are the axes that those parallelisms cut, or None; `tp_unit` and `ep_unit` the rows of
     one indivisible unit there. `tp_unless` names a setting that keeps the tensor whole; `tp_indivisible` says
-    whether a degree that does not divide it is refused or replicates it. With `keep_fp32` it is cast to F32 only.
+    whether a degree that does not divide it is refused or replicates it. With `keep_fp32` it is cast to F32 only;
+    with `state` (of an optimizer) it is never cast.
     """
 
     origin: str
@@ -33,6 +35,7 @@ class Traits:
     tp_indivisible: str
     ep_axis: int | None
     ep_unit: int
+    state: bool = False
 
 
 @value
@@ -60,16 +63,19 @@ class Rule:
             return [(self.expr, self.expr)]
         return invert(self.expr, Leaf(self.target, self.expr.shape))
 
-    def filled(self, placeholder: str, number: str, layer: int | None) -> Rule:
-        """Return the rule with `number` in the place of `placeholder` (`{expert}`) in its names."""
-        target, expr = self.target.replace(placeholder, number), self.expr
+    def filled(self, placeholder: str, numbers: Sequence[str], layers: Sequence[int | None]) -> list[Rule]:
+        """Return the rule with each of `numbers` in the place of `placeholder` (`{expert}`) in its names.
+
+        `layers` are those of the new rules, one for each number.
+        """
+        expr, targets = self.expr, _filled(self.target, placeholder, numbers)
+        exprs: Sequence[Expr]
         if not isinstance(expr, Leaf):
-            expr = renamed(expr, placeholder, number)
-        elif expr.name == self.target:
-            expr = Leaf(target, expr.shape)  # one text for both
-        else:
-            expr = Leaf(expr.name.replace(placeholder, number), expr.shape)
-        return Rule(target, expr, layer, self.traits)
+            exprs = [renamed(expr, placeholder, number) for number in numbers]
+        else:  # one text for both names where they are equal
+            names = targets if expr.name == self.target else _filled(expr.name, placeholder, numbers)
+            exprs = list(map(Leaf, names, repeat(expr.shape)))
+        return list(map(Rule, targets, exprs, layers, repeat(self.traits)))
 
     @property
     def origin(self) -> str:
@@ -86,6 +92,10 @@ class Rule:
     @property
     def keep_fp32(self) -> bool:
         return self.traits.keep_fp32
+
+    @property
+    def is_state(self) -> bool:
+        return self.traits.state
 
     @property
     def tp_axis(self) -> int | None:
@@ -110,6 +120,12 @@ class Rule:
     @property
     def ep_unit(self) -> int:
         return self.traits.ep_unit
+
+
+def _filled(name: str, placeholder: str, numbers: Sequence[str]) -> list[str]:
+    """Return `name` with each number in the place of the placeholder, which stands in it once or not at all."""
+    head, found, tail = name.partition(placeholder)
+    return [f"{head}{number}{tail}" for number in numbers] if found else [name] * len(numbers)
 
 
 @dataclass(frozen=True, slots=True)

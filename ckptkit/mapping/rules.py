@@ -25,6 +25,7 @@ __all__ = ["Rule", "RuleSet", "Tie", "resolve"]
 
 
 MAX_COUNT = 10_000  # layers, or experts
+LAYERS_AT_ONCE = 256  # whose rules are made row by row, which is fast; they are put in order while still in the cache
 
 
 def resolve(family: Family, config: Mapping[str, Any], dialect: str, variant: str = "") -> RuleSet:
@@ -82,16 +83,24 @@ class _Pattern:
     rules: tuple[Rule, ...]
     spans: tuple[tuple[str, tuple[str, ...]], ...]
 
-    def filled(self, layer: int | None) -> Sequence[Rule]:
+    def of_layers(self, layers: Sequence[int]) -> dict[int, Sequence[Rule]]:
+        """Return the rules of each of `layers`, number by number."""
+        columns = [rule.filled("{layer}", [*map(str, layers)], layers) for rule in self.rules]
+        return {layer: self.spread(rules) for layer, rules in zip(layers, zip(*columns, strict=True), strict=False)}
+
+    def spread(self, rules: Sequence[Rule]) -> Sequence[Rule]:
         """Return the rules of a layer, or of a row that has none, number by number."""
-        rules: Sequence[Rule] = self.rules
-        if layer is not None:
-            rules = [rule.filled("{layer}", str(layer), layer) for rule in rules]
         if not self.spans:
             return rules
         groups = [rules]
         for placeholder, numbers in self.spans:
-            groups = [[rule.filled(placeholder, n, layer) for rule in group] for group in groups for n in numbers]
+            groups = [
+                rules
+                for group in groups
+                for rules in zip(
+                    *[rule.filled(placeholder, numbers, [rule.layer] * len(numbers)) for rule in group], strict=True
+                )
+            ]
         return [rule for group in groups for rule in group]
 
 
@@ -110,14 +119,18 @@ class _Builder:
         for layered, group in groupby(rows, key=lambda row: "{layer}" in row.target):
             if not layered:
                 for row in group:
-                    found += self._pattern(row, {}).filled(None)
+                    pattern = self._pattern(row, {})
+                    found += pattern.spread(pattern.rules)
                 continue
-            layers = [(row, self._layers(row)) for row in group]
-            block = [(held, self._pattern(row, {"layer": min(held)})) for row, held in layers if held]
-            for layer in range(self.numbers.dim(self.ranges["layer"])):
-                for held, pattern in block:
-                    if layer in held:
-                        found += pattern.filled(layer)
+            held = [(row, self._layers(row)) for row in group]
+            block = [(layers, self._pattern(row, {"layer": min(layers)})) for row, layers in held if layers]
+            total = self.numbers.dim(self.ranges["layer"])
+            for start in range(0, total, LAYERS_AT_ONCE):
+                some = range(start, min(start + LAYERS_AT_ONCE, total))
+                parts = [pattern.of_layers([n for n in some if n in layers]) for layers, pattern in block]
+                for layer in some:
+                    for rules in parts:
+                        found += rules.get(layer, ())
         return tuple(found)
 
     def _layers(self, row: MapRow) -> frozenset[int]:

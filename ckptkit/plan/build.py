@@ -9,7 +9,7 @@ and between two variants of one.
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -19,22 +19,45 @@ import xxhash
 
 from ckptkit.cast import why_kept
 from ckptkit.errors import CoverageError
-from ckptkit.formats.base import Checkpoint, OutputFile
-from ckptkit.formats.registry import lay_out_checkpoint
-from ckptkit.mapping.expr import Expr, Leaf, leaves
+from ckptkit.formats.base import Checkpoint
+from ckptkit.formats.io import same_values
+from ckptkit.formats.registry import HF, lay_out_checkpoint
+from ckptkit.mapping.expr import Leaf, leaves, substitute
 from ckptkit.mapping.rules import Rule, RuleSet
+from ckptkit.mapping.state import kinds_of_state
 from ckptkit.plan.express import express
+from ckptkit.plan.join import Joined
 from ckptkit.plan.match import Match, match
 from ckptkit.plan.plan import Fate, OutputTensor, Plan, describe
-from ckptkit.plan.prove import prove
-from ckptkit.types import DTYPES, TensorInfo, TensorSpec, value
+from ckptkit.plan.prove import padding, prove, without_padding
+from ckptkit.plan.shard import Placement
+from ckptkit.report import tensors
+from ckptkit.types import DTYPES, Shape, TensorInfo, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Where the tensors of a result go: see `Placement`; `extra` are small files, `layout` what the manifest says.
+
+    `load` are the settings with which the result is loaded.
+    """
+
+    placement: Placement
+    extra: Mapping[str, bytes]
+    layout: Mapping[str, Any]
+    notes: Sequence[str] = ()
+    load: Sequence[str] = ()
+
+
+Arrange = Callable[[Sequence[OutputTensor], RuleSet], Arrangement]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     """What the user asked for: the file kind of `formats/registry.py`, shard size, leniencies, and a dtype to cast to.
 
-    `dtype` is None to change no value; `clamp` is about the casts (see `Plan`).
+    `dtype` is None to change no value; `clamp` is about the casts (see `Plan`). `arrange` gives the tensors their
+    ranks; without it they are whole, in files of at most `max_shard_bytes`. `drop_state` leaves training state out.
     """
 
     kind: str
@@ -43,6 +66,8 @@ class Target:
     allow_unmapped: bool = False
     dtype: str | None = None
     clamp: bool = False
+    arrange: Arrange | None = None
+    drop_state: bool = False
 
 
 def build_plan(
@@ -54,33 +79,59 @@ def build_plan(
     config: Mapping[str, Any],
     side: Sequence[tuple[Path, str]] = (),
     notes: Sequence[str] = (),
+    joined: Joined | None = None,
 ) -> Plan:
     """Return the proved plan that turns `source` into `target_rules`' naming.
 
     `config` is the parsed config.json and `side` are the files to copy beside the weights, each with its name
-    there. Raises CoverageError when a tensor is missing, misshapen, unmapped or contradictory.
+    there. `joined` says how the tensors of a sharded source are made of its shards. Raises CoverageError when a
+    tensor is missing, misshapen, unmapped or contradictory.
     """
-    matched = match(source, source_rules, tie=target.tie, allow_unmapped=target.allow_unmapped)
-    parts, kept = _parts(source_rules, target_rules, matched, target.dtype)
-    specs = [part.spec for part in parts]
-    files, extra = lay_out_checkpoint(target.kind, specs, max_shard_bytes=target.max_shard_bytes)
+    same = same_values if joined is None else joined.same
+    matched = match(
+        source,
+        source_rules,
+        tie=target.tie,
+        allow_unmapped=target.allow_unmapped,
+        drop_state=target.drop_state,
+        same=same,
+    )
+    wholes, kept = _wholes(source_rules, target_rules, matched, target.dtype)
+    specs = [whole.spec for whole in wholes]
+    stored = wholes if joined is None else _over_shards(wholes, matched, joined)
+    arranged = target.arrange(stored, target_rules) if target.arrange else _in_files(stored, target_rules, target)
+    padded = _padded(target_rules, {spec.name for spec in specs})
     edited, edits = _edit_config(config, side, _config_changes(config, matched, source_rules, target.dtype))
     plan = Plan(
-        outputs=_placed(parts, files),
-        files=tuple(files),
-        extra={**extra, **edited},
+        outputs=arranged.placement.outputs,
+        files=arranged.placement.files,
+        extra={**arranged.extra, **edited},
         side=tuple((path, name) for path, name in side if name not in edited),
         ignored=tuple(matched.ignored),
         dropped=tuple(matched.dropped),
         unmapped=tuple(matched.unmapped),
-        notes=(*source.notes, *notes, *target_rules.warnings, *matched.notes, *edits),
-        facts=_facts(source, source_rules, target_rules, target, specs),
+        notes=(
+            *source.notes,
+            *notes,
+            *target_rules.warnings,
+            *matched.notes,
+            *_padding_notes(source_rules, matched, target_rules, wholes),
+            *arranged.notes,
+            *edits,
+        ),
+        facts=_facts(source, source_rules, target_rules, target, specs)
+        | {"layout": {**arranged.layout, **({"padded": padded} if padded else {})}},
         compared_bytes=matched.compared_bytes,
+        compared=frozenset(matched.compared),
         sources=source.files,
         kept=tuple(kept),
         clamp=target.clamp,
+        links=arranged.placement.links,
+        load=tuple(arranged.load),
+        replicas=() if joined is None else joined.replicas,
     )
-    prove(plan, source)
+    left = {rule.target: padding(rule.expr) for rule in source_rules.rules if not isinstance(rule.expr, Leaf)}
+    prove(wholes, plan, source, left)
     return plan
 
 
@@ -88,52 +139,101 @@ def rules_digest(rules: RuleSet, names: Container[str]) -> str:
     """Return the xxh3-128 of how `rules` make the tensors called `names`: the ops of each, with their numbers.
 
     A manifest records it, so that another config.json or an edited table is noticed before fused tensors are cut.
+    Padding, which the manifest records apart, does not count.
     """
-    lines = [f"{rule.target} = {describe(rule.expr)}\n" for rule in rules.rules if rule.target in names]
+    made = [(r.target, without_padding(r.expr)) for r in rules.rules if r.target in names and not r.traits.state]
+    lines = [f"{name} = {expr.name if isinstance(expr, Leaf) else describe(expr)}\n" for name, expr in made]
     return str(xxhash.xxh3_128_hexdigest("".join(lines).encode()))
 
 
-@value
-class _Part:
-    """An output that has no file yet: see `OutputTensor`."""
+def _wholes(
+    source: RuleSet, target: RuleSet, matched: Match, wanted: str | None
+) -> tuple[list[OutputTensor], list[Fate]]:
+    """Return each tensor of the result over stored tensors, in the order of the model, as if all were in file 0.
 
-    spec: TensorSpec
-    expr: Expr
-    inputs: Mapping[str, TensorInfo]
-
-
-def _parts(source: RuleSet, target: RuleSet, matched: Match, wanted: str | None) -> tuple[list[_Part], list[Fate]]:
-    """Return each output's spec, and its expression over stored tensors with these, in the order of the model.
-
-    The second list says which outputs the `wanted` dtype leaves alone, and why.
+    The second list says which of them the `wanted` dtype leaves alone, and why.
     """
     found = matched.found
-    parts, kept = [], []
+    wholes, kept = [], []
     for rule, expr, lacking in express(source, target, matched.absent):
         if expr is None:
             _refuse_some(rule, lacking)
             continue
         if isinstance(expr, Leaf):
-            inputs = {expr.name: found[expr.name]}
+            info = found[expr.name]
+            inputs = {expr.name: info}
+            if wanted is None or wanted == info.dtype:
+                wholes.append(OutputTensor(TensorSpec(rule.target, expr.shape, info.dtype), 0, expr, inputs))
+                continue
         else:
             inputs = {leaf.name: found[leaf.name] for leaf in leaves(expr)}
         dtypes = [info.dtype for info in inputs.values()]
         dtype = wanted or dtypes[0]
         if dtypes.count(dtype) < len(dtypes):
-            why = wanted and why_kept(dtypes, expr.shape, keep_fp32=rule.keep_fp32, wanted=wanted)
+            why = wanted and _why_kept(rule, dtypes, expr.shape, wanted)
             if why:
                 kept.append(Fate(rule.target, why))
             if why or wanted is None:
                 dtype = _one_dtype(rule, inputs)
-        parts.append(_Part(TensorSpec(rule.target, expr.shape, dtype), expr, inputs))
-    return parts, kept
+        wholes.append(OutputTensor(TensorSpec(rule.target, expr.shape, dtype), 0, expr, inputs))
+    return wholes, kept
 
 
-def _placed(parts: Sequence[_Part], files: Sequence[OutputFile]) -> tuple[OutputTensor, ...]:
-    """Return the outputs file by file; those of one file stay in the order of the model."""
+def _why_kept(rule: Rule, dtypes: Sequence[str], shape: Shape, wanted: str) -> str | None:
+    if rule.is_state:
+        return "training state is never cast"
+    return why_kept(dtypes, shape, keep_fp32=rule.keep_fp32, wanted=wanted)
+
+
+def _in_files(wholes: Sequence[OutputTensor], rules: RuleSet, target: Target) -> Arrangement:
+    """Return whole tensors file by file; those of one file stay in the order of the model."""
+    specs = [whole.spec for whole in wholes]
+    state = {rule.target for rule in rules.rules if rule.traits.state} if target.kind == HF else frozenset()
+    files, extra = lay_out_checkpoint(target.kind, specs, max_shard_bytes=target.max_shard_bytes, state=state)
+    layout = {"tp": 1, "pp": 1, "ep": 1, "dp": 1}
+    if len(files) == 1:
+        return Arrangement(Placement(tuple(wholes), tuple(files), {}), extra, layout)
     place = {name: number for number, file in enumerate(files) for name in file.extents}
-    outputs = [OutputTensor(part.spec, place[part.spec.name], part.expr, part.inputs) for part in parts]
-    return tuple(sorted(outputs, key=attrgetter("file")))
+    outputs = [OutputTensor(whole.spec, place[whole.spec.name], whole.expr, whole.inputs) for whole in wholes]
+    placement = Placement(tuple(sorted(outputs, key=attrgetter("file"))), tuple(files), {})
+    return Arrangement(placement, extra, layout)
+
+
+def _padded(rules: RuleSet, names: Container[str]) -> dict[str, list[int]]:
+    """Return the rows of each tensor that is padded, without its padding and with it."""
+    fused = [rule for rule in rules.rules if not isinstance(rule.expr, Leaf)]
+    return {
+        rule.target: [without_padding(rule.expr).shape[0], rule.expr.shape[0]]
+        for rule in fused
+        if padding(rule.expr) and rule.target in names
+    }
+
+
+def _padding_notes(source: RuleSet, matched: Match, target: RuleSet, wholes: Sequence[OutputTensor]) -> list[str]:
+    """Say which rows of padding are left behind, added, or kept."""
+    before = list(_padded(source, matched.found).values())
+    after = list(_padded(target, {whole.spec.name for whole in wholes}).values())
+    if before and after == before and not any(padding(whole.expr) for whole in wholes):
+        return [
+            f"{tensors(len(after), 'keeps its', 'keep their')} rows of padding: {after[0][1]} rows for {after[0][0]}"
+        ]
+    notes = []
+    if before:
+        words = tensors(len(before), "loses", "lose")
+        notes.append(f"{words} the rows of padding that ckptkit.json records: {before[0][1]} -> {before[0][0]}")
+    if after:
+        notes.append(f"{tensors(len(after), 'is', 'are')} padded with rows of zeros: {after[0][0]} -> {after[0][1]}")
+    return notes
+
+
+def _over_shards(wholes: Sequence[OutputTensor], matched: Match, joined: Joined) -> list[OutputTensor]:
+    """Return tensors over the shards that those they are made of are joined from."""
+    made_of = {name: joined.exprs[info.name] for name, info in matched.found.items()}
+    found = []
+    for whole in wholes:
+        expr = substitute(whole.expr, made_of)
+        found.append(OutputTensor(whole.spec, 0, expr, {leaf.name: joined.shards[leaf.name] for leaf in leaves(expr)}))
+    return found
 
 
 def _refuse_some(rule: Rule, lacking: Sequence[str]) -> None:
@@ -191,6 +291,7 @@ def _plain(value: Any) -> str:
 def _facts(
     source: Checkpoint, source_rules: RuleSet, target_rules: RuleSet, target: Target, specs: Sequence[TensorSpec]
 ) -> dict[str, Any]:
+    names = {spec.name for spec in specs}
     cast = {"cast": {"dtype": target.dtype, "clamp": target.clamp}} if target.dtype is not None else {}
     return {
         "family": target_rules.family,
@@ -206,8 +307,8 @@ def _facts(
             "variant": target_rules.variant,
             "format": "ckpt" if target.kind == "ckpt" else "safetensors",
             "tables": list(target_rules.table_files),
-            "rules": rules_digest(target_rules, {spec.name for spec in specs}),
+            "rules": rules_digest(target_rules, names),
         },
-        "layout": {"tp": 1, "pp": 1, "ep": 1, "dp": 1},
+        **({"state": kinds} if (kinds := kinds_of_state(target_rules, names)) else {}),
         **cast,
     }

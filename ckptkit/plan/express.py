@@ -22,9 +22,13 @@ def express(
     """
     hub: dict[str, Expr] = {}
     for rule in source.rules:
-        if rule.target not in absent:
-            for leaf, back in rule.ways_back():
-                hub[leaf.name] = back
+        if rule.target in absent:
+            continue
+        if isinstance(rule.expr, Leaf) and rule.expr.name == rule.target:  # the hub itself, or a name that it shares
+            hub[rule.target] = rule.expr
+            continue
+        for leaf, back in rule.ways_back():
+            hub[leaf.name] = back
     for rule in target.rules:
         whole = hub.get(rule.expr.name) if isinstance(rule.expr, Leaf) else None
         if whole is not None and whole.shape == rule.expr.shape:  # most of a model, so it has a short way

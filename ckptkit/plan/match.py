@@ -8,27 +8,27 @@ written reason, or unmapped. Nothing is guessed: what is not one of the first an
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptkit.errors import CoverageError
 from ckptkit.formats.base import Checkpoint
 from ckptkit.formats.io import same_values
 from ckptkit.mapping.rules import Rule, RuleSet, Tie
+from ckptkit.mapping.state_names import PREFIXES, is_counter, is_state, state_of
 from ckptkit.plan.plan import Fate
 from ckptkit.report import tensors
 from ckptkit.types import TensorInfo
 
-# what optimizers and training loops of MindSpore and PyTorch keep beside the weights
-_STATE = re.compile(
-    r"^(adam_[mv]|moments?|moment[12]|exp_avg(_sq)?|accu_grads?)\b|^(global_step|epoch_num|step_num|loss_scale|scale_sense|"
-    r"learning_rate|lr|beta[12]_power|current_iterator_step|last_overflow_iterator_step)$"
-)
 _ROW_HINT = "add a row, add an [[ignore]] with its reason, or pass `--allow-unmapped`"
 _PACKED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale_inv|weight_scale)$")
 _PACKED_HINT = "these are packed or scaled weights (GPTQ, AWQ, fp8): dequantise the model first"
-_STATE_HINT = "these are the state of a training run, not weights: pass `--allow-unmapped` to leave them out"
+_STATE_HINT = "these are training state of no weight that is here: `--no-optimizer` leaves all of it out"
+_LEFT_OUT = "training state, left out by `--no-optimizer`"
+
+
+Same = Callable[[TensorInfo, TensorInfo], bool]
 
 
 @dataclass(slots=True)
@@ -43,25 +43,37 @@ class Match:
     notes: list[str] = field(default_factory=list)
     tied: bool = False
     compared_bytes: int = 0
+    compared: set[str] = field(default_factory=set)  # stored tensors that were read for it
+    same: Same = same_values
 
 
-def match(source: Checkpoint, rules: RuleSet, *, tie: bool = False, allow_unmapped: bool = False) -> Match:
+def match(
+    source: Checkpoint,
+    rules: RuleSet,
+    *,
+    tie: bool = False,
+    allow_unmapped: bool = False,
+    drop_state: bool = False,
+    same: Same = same_values,
+) -> Match:
     """Account for every tensor of `source`; raise CoverageError when one is missing, misshapen or unmapped.
 
-    `tie` is the user's word that a head which is not stored is the embedding.
+    `tie` is the user's word that a head which is not stored is the embedding; `drop_state` that training state is to be
+    left out. `same` compares two of its tensors.
     """
     expected = {rule.target: rule for rule in rules.rules}
     stored = source.tensors
-    found = {name: stored[name] for name in expected if name in stored}
-    result = Match(found, tied=rules.tied or tie)
+    found = {name: info for name in expected if (info := stored.get(name)) is not None}
+    result = Match(found, tied=rules.tied or tie, same=same)
     rest = [name for name in stored if name not in found] if len(found) < len(stored) else []
     _refuse_empty(source)
     if result.tied:
         for pair in rules.ties:
-            _resolve_tie(pair, result, told=not rules.tied)
+            _resolve_tie(pair, expected, result, told=not rules.tied)
+    _set_orphans_aside(expected, result)
     lacking = [name for name in expected if name not in found] if len(found) < len(expected) else []
     missing = [name for name in lacking if name not in result.absent and not expected[name].optional]
-    _sort_out(rest, rules, result)
+    _sort_out(rest, rules, result, stored, drop_state=drop_state)
     if missing:
         raise _missing(missing, rules, result, source)
     _check_shapes(expected, found, rules)
@@ -82,51 +94,83 @@ def _refuse_empty(source: Checkpoint) -> None:
         )
 
 
-def _resolve_tie(pair: Tie, result: Match, *, told: bool) -> None:
+def _resolve_tie(pair: Tie, expected: Mapping[str, Rule], result: Match, *, told: bool) -> None:
     """Settle a tied pair: either twin suffices; two equal ones are one; two different ones are untied.
 
-    `told` says that it is the user's word that they are tied, and not config.json's.
+    Their training state goes with them, and makes them different when it differs. `told` says that it is the user's
+    word that they are tied, and not config.json's.
     """
     name, twin = pair.target, pair.target_twin
     head, embedding = result.found.get(name), result.found.get(twin)
     if head is None:
         result.absent.add(name)
         return
+    of_both = [(name, twin), *((p + name, p + twin) for p in PREFIXES if p + name in result.found)]
     if embedding is None:
-        result.found[twin] = replace(head, name=twin)
         result.notes.append(f"`{twin}` is not stored; its tied twin `{name}` is read in its place")
-        del result.found[name]
-        result.absent.add(name)
+        for one, other in of_both:
+            if other in expected and other not in result.found:
+                result.found[other] = result.found.pop(one)
+                result.absent.add(one)
         return
-    result.compared_bytes += head.num_bytes + embedding.num_bytes
-    if same_values(head, embedding):
+    odd = next((one for one, other in of_both if not _equal(one, other, result)), None)
+    what = "differ" if odd == name else f"have different training state (`{odd}`)"
+    if odd is None:
         result.notes.append(f"`{name}` is bit-equal to its tied twin `{twin}`: one copy is written")
-        result.dropped.append(Fate(name, f"bit-equal to its tied twin `{twin}`"))
-        del result.found[name]
-        result.absent.add(name)
+        for one, other in of_both:
+            result.dropped.append(Fate(one, f"bit-equal to its tied twin `{other}`"))
+            del result.found[one]
+            result.absent.add(one)
     elif told:
         raise CoverageError(
-            f"`--tie-embeddings` says that `{name}` is `{twin}`, but both are stored and differ",
+            f"`--tie-embeddings` says that `{name}` is `{twin}`, but both are stored and {what}",
             why="one of them would be lost",
             hint="leave out `--tie-embeddings`: both are kept then",
         )
     else:
         result.tied = False
         result.notes.append(
-            f"config.json says that `{name}` is tied to `{twin}`, but they differ: both are kept, and "
+            f"config.json says that `{name}` is tied to `{twin}`, but they {what}: both are kept, and "
             "tie_word_embeddings is written as false"
         )
 
 
-def _sort_out(rest: Sequence[str], rules: RuleSet, result: Match) -> None:
+def _equal(one: str, other: str, result: Match) -> bool:
+    """Say whether two tensors are stored and equal; reads both."""
+    a, b = result.found[one], result.found.get(other)
+    if b is None:
+        return False
+    result.compared_bytes += a.num_bytes + b.num_bytes
+    result.compared |= {a.name, b.name}
+    return result.same(a, b)
+
+
+def _set_orphans_aside(expected: Mapping[str, Rule], result: Match) -> None:
+    """Take state out of what was found whose weight, which the table knows, is not there."""
+    for name in [name for name in result.found if expected[name].is_state]:
+        known = state_of(name)
+        if known is not None and known[1] in expected and known[1] not in result.found:
+            del result.found[name]
+            result.unmapped.append(Fate(name, f"training state of `{known[1]}`, which is not stored"))
+
+
+def _sort_out(rest: Sequence[str], rules: RuleSet, result: Match, stored: Collection[str], *, drop_state: bool) -> None:
     """Say what becomes of the stored tensors that no rule expects."""
     side: Literal["hf", "dialect"] = "hf" if rules.dialect == "hf" else "dialect"
     for name in rest:
         why = rules.ignored(name, side)
-        if why is None:
+        if why is None and drop_state and _belongs_to_training(name, stored):
+            result.dropped.append(Fate(name, _LEFT_OUT))
+        elif why is None:
             result.unmapped.append(Fate(name, "matches no row of the table"))
         else:
             result.ignored.append(Fate(name, why))
+
+
+def _belongs_to_training(name: str, stored: Collection[str]) -> bool:
+    """Say whether a tensor is a counter, or state of a parameter that is stored; a layer may be called `accum`."""
+    found = state_of(name)
+    return is_counter(name) or (found is not None and found[1] in stored)
 
 
 def _tables(rules: RuleSet) -> str:
@@ -181,7 +225,7 @@ def _unmapped(unmapped: list[Fate], rules: RuleSet, source: Checkpoint) -> Cover
 
 
 def _hint(unmapped: list[Fate]) -> str:
-    if all(_STATE.search(fate.name) for fate in unmapped):
+    if all(is_state(fate.name) for fate in unmapped):
         return _STATE_HINT
     return _PACKED_HINT if any(_PACKED.search(fate.name) for fate in unmapped) else _ROW_HINT
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -18,3 +19,9 @@ def hf(tmp_path: Path) -> Path:
 def room(tmp_path: Path, hf: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not wait for the disk, in tests that write many results and pull no plug."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)

@@ -17,7 +17,7 @@ import pytest
 
 from ckptkit import CorruptError, UsageError, check, convert, diff, inspect, open_checkpoint
 from ckptkit.cli import run
-from ckptkit.commands.convert import parse_size
+from ckptkit.commands.common import parse_size
 from ckptkit.formats.files import read_json_object
 from ckptkit.report import Report, fold_names
 from tests.tiny_models import make_hf_plain

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from ckptkit.errors import CorruptError, InternalError, ResourceError, UsageError
 from ckptkit.formats import io
+from ckptkit.formats.file_pool import VIEWS
 from ckptkit.formats.io import FilePool, read_region
 from ckptkit.types import DTYPES, Extent, Region, TensorInfo
 
@@ -249,3 +250,72 @@ def test_reading_a_region_leaves_no_file_open(tmp_path: Path) -> None:
     (path,) = numbered(tmp_path, 1)
     read_region(whole((4,), "U8", path))
     assert open_descriptors(tmp_path) == 0
+
+
+def pieces_of(data: bytearray, *parts: tuple[int, int]) -> list[tuple[int, memoryview]]:
+    """Return a view of `data` for each (offset, size): one after another there, from `offset` on in the file."""
+    views, done = [], 0
+    for offset, size in parts:
+        views.append((offset, memoryview(data)[done : done + size]))
+        done += size
+    return views
+
+
+@pytest.mark.parametrize("most", [1, 7, 1000])
+def test_pieces_that_follow_one_another_are_read_with_one_call(
+    file: Path, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preadv, calls = os.preadv, []
+
+    def counted(fd: int, parts: list[memoryview], at: int) -> int:
+        """Read `most` bytes at most, into as many of the parts as these fill."""
+        calls.append((at, len(parts)))
+        left, taken = most, []
+        for part in parts:
+            taken.append(part[:left])
+            left -= len(taken[-1])
+        return preadv(fd, taken, at)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    data = bytearray(40)
+    parts = ((30, 10), (50, 10), (10, 12), (22, 8))
+    with FilePool() as pool:
+        pool.pread_joined(file, pieces_of(data, *parts))
+    assert data == b"".join(BYTES[offset : offset + size] for offset, size in parts)
+    assert calls[0] == (10, 3)
+    assert most < 1000 or calls == [(10, 3), (50, 1)]
+
+
+def test_no_call_fills_more_views_than_the_system_takes(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(BYTES)
+    data = bytearray(3 * VIEWS)
+    with FilePool() as pool:
+        pool.pread_joined(path, pieces_of(data, *((number, 1) for number in range(len(data)))))
+    assert data == BYTES[: len(data)]
+
+
+def test_blocks_are_the_bytes_of_the_extents_in_order(file: Path) -> None:
+    buffer = memoryview(bytearray(8))
+    with FilePool() as pool:
+        blocks = [
+            bytes(block) for block in pool.pread_blocks(file, [Extent(3, 20), Extent(50, 0), Extent(40, 8)], buffer)
+        ]
+    assert blocks == [BYTES[3:11], BYTES[11:19], BYTES[19:23], BYTES[40:48]]
+
+
+def test_blocks_that_nobody_asks_for_any_more_let_go_of_their_file(tmp_path: Path) -> None:
+    (path,) = numbered(tmp_path, 1)
+    with FilePool() as pool:
+        blocks = pool.pread_blocks(path, [Extent(0, 4)], memoryview(bytearray(2)))
+        assert next(blocks) == bytes(2)
+        blocks.close()
+    assert open_descriptors(tmp_path) == 0
+
+
+def test_blocks_of_a_file_that_shrank_are_an_error(tmp_path: Path) -> None:
+    (path,) = numbered(tmp_path, 1)
+    with FilePool() as pool, pytest.raises(CorruptError, match="2 bytes too early"):
+        list(pool.pread_blocks(path, [Extent(2, 4)], memoryview(bytearray(4))))
+    with FilePool() as pool, pytest.raises(CorruptError, match="3 bytes too early"):
+        pool.pread_joined(path, pieces_of(bytearray(6), (1, 2), (3, 4)))

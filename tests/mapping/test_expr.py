@@ -191,3 +191,20 @@ def test_substituting_a_tensor_of_another_shape_is_refused() -> None:
 def test_an_op_with_the_wrong_number_of_inputs_is_refused() -> None:
     with pytest.raises(CoverageError, match="takes 1 tensors, not 2"):
         node(Transpose((0,)), [Leaf("a", (1,)), Leaf("b", (1,))])
+
+
+def test_a_region_of_many_joined_parts_makes_boxes_for_those_it_meets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand ranks may hold parts, and as many may be cut out: a box for each pair would be a million."""
+    made = []
+    plain = Region.with_axis
+
+    def counted(region: Region, axis: int, start: int, stop: int) -> Region:
+        made.append(start)
+        return plain(region, axis, start, stop)
+
+    monkeypatch.setattr(Region, "with_axis", counted)
+    whole = node(Concat(0), [Leaf(f"part {number}", (2, 3)) for number in range(100)])
+    for first in range(0, 200, 4):
+        found = pull(whole, Region((first, 0), (first + 4, 3)))
+        assert [leaf.name for leaf, _ in found] == [f"part {first // 2}", f"part {first // 2 + 1}"]
+    assert len(made) == 100

@@ -39,6 +39,8 @@ def check_pull(op: Op, shapes: list[Shape], data: st.DataObject) -> None:
     granules = tuple(op.granule(axis, shapes) for axis in range(whole.ndim))
     region = data.draw(regions(whole.shape, granules))
     if region.size:
+        boxes = op.pull(region, shapes)
+        assert op.needed(region, shapes) == [(number, box) for number, box in enumerate(boxes) if box.size]
         np.testing.assert_array_equal(pulled(op, region, arrays), whole[region.slices()])
 
 

@@ -8,6 +8,7 @@ import pytest
 from tiny_configs import tiny_config
 
 from ckptkit.errors import CkptkitError, UsageError
+from ckptkit.mapping import rules as rules_module
 from ckptkit.mapping.dims import Formula
 from ckptkit.mapping.rules import RuleSet, Tie, resolve
 from ckptkit.mapping.tables import load_tables
@@ -233,3 +234,17 @@ def test_what_is_no_formula_is_refused(text: str) -> None:
 def test_a_quotient_that_is_not_whole_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a whole number"):
         Formula.parse(text).value({"a": 4, "b": 3}.__getitem__)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_rules_come_layer_by_layer_however_many_layers_are_made_at_once(
+    family: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(TABLES.family(family))
+    wanted = resolve(TABLES.family(family), config, "hf").rules
+    layers = [rule.layer for rule in wanted if rule.layer is not None]
+    assert layers == sorted(layers)
+    assert len(set(layers)) > 1
+    monkeypatch.setattr(rules_module, "LAYERS_AT_ONCE", at_once)
+    assert resolve(TABLES.family(family), config, "hf").rules == wanted

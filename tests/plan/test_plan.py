@@ -24,9 +24,9 @@ from ckptkit.mapping.expr import Expr, Leaf, leaves, node
 from ckptkit.mapping.ops import Concat, Slice
 from ckptkit.mapping.rules import resolve
 from ckptkit.mapping.tables import load_tables
+from ckptkit.plan import prove as proving
 from ckptkit.plan.build import Target, build_plan
 from ckptkit.plan.plan import BYTES_PER_SLICE, Fate, OutputTensor, Plan
-from ckptkit.plan.prove import prove
 from ckptkit.types import Extent, TensorInfo, TensorSpec
 from tests.tiny_models import TinyModel, make_hf_plain, shapes_of
 
@@ -61,6 +61,11 @@ def output(name: str, expr: Expr, source: Checkpoint = SOURCE) -> OutputTensor:
 def plan_of(*outputs: OutputTensor, **fates: Sequence[Fate]) -> Plan:
     kinds = {key: tuple(fates.get(key, ())) for key in ("ignored", "dropped", "unmapped")}
     return Plan(outputs, (), {}, (), notes=(), facts={}, **kinds)
+
+
+def prove(plan: Plan, source: Checkpoint) -> None:
+    """Prove a plan whose outputs are whole."""
+    proving.prove(plan.outputs, plan, source)
 
 
 @pytest.mark.parametrize("fate", ["ignored", "dropped", "unmapped"])
@@ -108,6 +113,9 @@ def test_a_tensor_that_is_stored_in_another_shape_than_planned_is_refused() -> N
     inputs = {**turned.inputs, "b": replace(SOURCE.tensors["b"], shape=(3, 4))}
     with pytest.raises(InternalError, match=r"`b` is stored as \(3, 4\) but planned as \(4, 3\)"):
         prove(plan_of(replace(turned, inputs=inputs), output("c", C)), SOURCE)
+    alone = replace(output("c", C), inputs={"c": replace(SOURCE.tensors["c"], shape=(1, *C.shape))})
+    with pytest.raises(InternalError, match="`c` is stored as"):
+        prove(plan_of(output("ab", JOINED), alone), SOURCE)
 
 
 def test_a_tensor_both_used_and_passed_over_is_refused() -> None:
@@ -125,7 +133,7 @@ def test_two_outputs_of_one_name_are_refused() -> None:
 def test_a_tensor_read_under_its_twins_name_is_used_but_one_at_the_same_place_in_another_file_is_not() -> None:
     head = replace(SOURCE.tensors["c"], name="head")
     source = replace(SOURCE, tensors={"a": SOURCE.tensors["a"], "head": head})
-    twin = OutputTensor(TensorSpec("c", (5,), "F32"), 0, C, {"c": replace(head, name="c")})
+    twin = OutputTensor(TensorSpec("c", (5,), "F32"), 0, C, {"c": head})
     prove(plan_of(output("a", A), twin), source)
     elsewhere = replace(head, name="other", file=Path("y.safetensors"))
     with pytest.raises(InternalError, match="neither a use nor a fate") as caught:
@@ -337,3 +345,12 @@ def test_planning_takes_less_than_4_kb_a_slice(tmp_path: Path, source: str, targ
         tracemalloc.stop()
     assert plan.num_slices == 3 + 6 * (9 + 3 * 128)
     assert kept < peak < BYTES_PER_SLICE * plan.num_slices
+
+
+def test_a_lost_tensor_of_a_joined_source_is_noticed() -> None:
+    """Joined tensors have no bytes of their own, so nothing but their names tells them apart."""
+    joined = {leaf.name: TensorInfo(leaf.name, leaf.shape, "F32", Path("rank_0"), ()) for leaf in (A, B)}
+    source = replace(SOURCE, tensors=joined)
+    with pytest.raises(InternalError, match="neither a use nor a fate"):
+        prove(plan_of(output("a", A, source)), source)
+    prove(plan_of(output("a", A, source), output("b", B, source)), source)

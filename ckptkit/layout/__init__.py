@@ -1,0 +1,1 @@
+"""Which part of which tensor lies on which rank."""
