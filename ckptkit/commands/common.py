@@ -61,6 +61,18 @@ def open_input(src: Path, parallel: Parallel) -> Source:
     return source
 
 
+def begin(
+    task: Task, parallel: Parallel, table: Sequence[Path], config: str | Path | None
+) -> tuple[Sharding, Source, list[Path]]:
+    """Return the target's layout, SRC, and all that is read; UsageError when no result may go to DST."""
+    given = [Path(config)] if config else []
+    sharding = parallel.target(task.given, given[0] if given else task.src)
+    source = open_input(task.src, parallel)
+    read = [*inputs(task, source, parallel), *table, *given]
+    check_output(task.dst, read, task.options, sharding)
+    return sharding, source, read
+
+
 def inputs(task: Task, source: Source, parallel: Parallel) -> list[Path]:
     """Return what is read, and may not be written over."""
     more = (parallel.src_strategy, parallel.dst_strategy, parallel.parallel_config)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptkit.cast import parse_dtype
 from ckptkit.commands.choose import Choice, choose
-from ckptkit.commands.common import Task, check_output, file_layout, finish, inputs, open_input
+from ckptkit.commands.common import Task, begin, file_layout, finish
 from ckptkit.commands.convert_report import naming_rows
 from ckptkit.commands.defaults import Defaults
 from ckptkit.commands.parallel import WHOLE, Parallel
@@ -69,13 +69,13 @@ def convert(
     `src` is a HuggingFace folder, a MindSpore folder (one with a folder for each rank, too) or a file; `dst` is
     always a folder, and appears only when it is complete. `model` is a family or an alias (config.json decides
     without it); `from_dialect` and `to_dialect` are `hf`, `mindformers` or a dialect's own name; `format` is
-    `safetensors` or `ckpt`, for MindSpore output;
-    `table` are mapping files of your own. `dtype` (`bf16`, `fp16`, `fp32`, or torch's names) casts floating-point
-    tensors, and `clamp` lets values that overflow become the largest finite one. `parallel` says how the result, on
-    the MindSpore side, is cut over ranks, and how the source was; training state comes along, with the weights' rules,
-    unless `no_optimizer` leaves it out. `dry_run` plans and proves, and
-    writes nothing but `plan_file`. `progress(total_bytes, done_bytes)` returns a function that is told of bytes done.
-    `defaults` names the options that nobody asked for: one that does nothing is passed over with a note, not refused.
+    `safetensors` or `ckpt`, for MindSpore output; `table` are mapping files of your own. `dtype` (`bf16`, `fp16`,
+    `fp32`, or torch's names) casts floating-point tensors, and `clamp` lets values that overflow become the largest
+    finite one. `parallel` says how the result, on the MindSpore side, is cut over ranks, and how the source was;
+    training state comes along, with the weights' rules, unless `no_optimizer` leaves it out. `dry_run` plans and
+    proves, and writes nothing but `plan_file`. `progress(total_bytes, done_bytes)` returns a function that is told of
+    bytes done. `defaults` names the options that nobody asked for: one that does nothing is passed over with a note,
+    not refused.
 
     Raises UsageError (2), CoverageError (3), ResourceError (4), CorruptError (5); before the first byte is written
     for everything that can be known by then.
@@ -83,10 +83,7 @@ def convert(
     table = as_list(table)
     options = Options(dry_run, overwrite, workers, digests, Path(plan_file) if plan_file else None)
     task = Task("convert", Path(src), Path(dst), options, progress, Defaults(defaults), time.perf_counter())
-    sharding = parallel.target(task.given, Path(config) if config else task.src)
-    source = open_input(task.src, parallel)
-    read = [*inputs(task, source, parallel), *(Path(path) for path in (*table, *([config] if config else [])))]
-    check_output(task.dst, read, options, sharding)
+    sharding, source, read = begin(task, parallel, table, config)
     wanted = _dtype(dtype, clamp, source.checkpoint, task.given)
     settings, side, notes = find_config(source, Path(config) if config else None)
     if options.plan_file:

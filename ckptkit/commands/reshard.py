@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.commands.choose import choose
-from ckptkit.commands.common import Task, check_output, file_layout, finish, inputs, open_input
+from ckptkit.commands.common import Task, begin, file_layout, finish
 from ckptkit.commands.convert import plan_by_tables
 from ckptkit.commands.convert_report import naming_rows
 from ckptkit.commands.defaults import Defaults
@@ -61,10 +61,7 @@ def reshard(
     table = as_list(table)
     options = Options(dry_run, overwrite, workers, digests, Path(plan_file) if plan_file else None)
     task = Task("reshard", Path(src), Path(dst), options, progress, Defaults(defaults), time.perf_counter())
-    sharding = parallel.target(task.given, Path(config) if config else task.src)
-    source = open_input(task.src, parallel)
-    read = [*inputs(task, source, parallel), *(Path(path) for path in (*table, *([config] if config else [])))]
-    check_output(task.dst, read, options, sharding)
+    sharding, source, read = begin(task, parallel, table, config)
     by_table = sharding.pad_vocab_to is not None or not (sharding.is_whole or sharding.strategy)
     if by_table:
         settings, side, notes = find_config(source, Path(config) if config else None)
