@@ -1,7 +1,7 @@
 """Move large-model weights between HuggingFace / PyTorch and MindSpore, exactly and in bounded memory.
 
-The public names are those of docs/api.md: `convert`, `reshard` and `Parallel`, `inspect`, `check`, `diff`, `env`,
-`list_tables`, `show_table`, `check_tables`, `open_checkpoint`, and the errors.
+The public names are those of docs/api.md: `convert`, `reshard` and `Parallel`, `inspect`, `check`, `diff`, `verify`,
+`env`, `list_tables`, `show_table`, `check_tables`, `open_checkpoint`, and the errors.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ckptkit.commands.parallel import Parallel
     from ckptkit.commands.reshard import reshard
     from ckptkit.commands.tables import check_tables, list_tables, show_table
+    from ckptkit.commands.verify import verify
     from ckptkit.formats.registry import open_checkpoint
 
 __version__ = "0.1.0"
@@ -43,6 +44,7 @@ _LAZY = {
     "reshard": "ckptkit.commands.reshard",
     "show_table": "ckptkit.commands.tables",
     "open_checkpoint": "ckptkit.formats.registry",
+    "verify": "ckptkit.commands.verify",
 }
 
 __all__ = [
@@ -65,6 +67,7 @@ __all__ = [
     "open_checkpoint",
     "reshard",
     "show_table",
+    "verify",
 ]
 
 

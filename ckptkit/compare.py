@@ -34,7 +34,8 @@ class Tally:
     `changed` elements differ, the first of them number `first` in C order. Among those that are finite on both
     sides, `max_abs` is the largest |a - b|; `max_a` is the largest finite |a| of the whole tensor. `nan` and `inf`
     count on each side. These figures are made only when the tensors differ, and are None for dtypes that are no
-    numbers. `rounded`: B is exactly A rounded to B's dtype; None when the dtypes are equal or are never cast.
+    numbers. `rounded`: B is exactly A rounded to B's dtype, and `rounded_a` the other way; None when the dtypes are
+    equal or are never cast.
     """
 
     mine: TensorSpec
@@ -46,11 +47,24 @@ class Tally:
     nan: tuple[int, int] = (0, 0)
     inf: tuple[int, int] = (0, 0)
     rounded: bool | None = None
+    rounded_a: bool | None = None
 
     @property
     def equal(self) -> bool:
         """Same dtype, same bytes."""
         return not self.changed and self.mine.dtype == self.theirs.dtype
+
+    @property
+    def is_odd(self) -> bool:
+        """Whether one side has NaN or inf where the other has not, as far as counts tell."""
+        return self.nan[0] != self.nan[1] or self.inf[0] != self.inf[1]
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether all that differs is the dtype: the values are equal, or one side's are the other's rounded."""
+        if self.mine.dtype == self.theirs.dtype or self.is_odd:
+            return False
+        return not self.changed or self.rounded is True or self.rounded_a is True
 
     @property
     def max_relative(self) -> float | None:
@@ -71,12 +85,7 @@ class _Place:
 
     def element(self, number: int) -> int:
         """Return the number, in C order in the whole tensor, of element `number` of the region."""
-        found = 0
-        for start, extent, size, inner in zip(
-            self.region.start, self.region.shape, self.info.shape, _inner(self.region.shape), strict=True
-        ):
-            found = found * size + start + number // inner % extent
-        return found
+        return _element(self.info.shape, self.region, number)
 
 
 @dataclass(slots=True)
@@ -87,10 +96,33 @@ class _State:
     tally: Tally
     other: TensorInfo
     castable: bool
-    caster: Caster | None = None
+    casters: tuple[Caster, Caster] | None = None
     lock: Lock = field(default_factory=Lock)
     rest: bytes = b""
     same: list[_Place] = field(default_factory=list)
+
+
+def joined_tally(mine: TensorSpec, theirs: TensorSpec, parts: Sequence[tuple[Region, Tally]]) -> Tally:
+    """Return the tally of a whole tensor of which each part was compared alone, replicas too.
+
+    `max_a`, and so the relative difference, is over the parts that differ.
+    """
+    whole = Tally(mine, theirs)
+    for region, tally in parts:
+        whole.changed += tally.changed
+        if tally.first is not None:
+            first = _element(mine.shape, region, tally.first)
+            whole.first = first if whole.first is None else min(whole.first, first)
+        if tally.max_abs is not None:
+            whole.max_abs = max(whole.max_abs or 0.0, tally.max_abs)
+        if tally.max_a is not None:
+            whole.max_a = max(whole.max_a or 0.0, tally.max_a)
+        whole.nan = whole.nan[0] + tally.nan[0], whole.nan[1] + tally.nan[1]
+        whole.inf = whole.inf[0] + tally.inf[0], whole.inf[1] + tally.inf[1]
+    for key in ("rounded", "rounded_a"):
+        found = [getattr(tally, key) for _, tally in parts]
+        setattr(whole, key, None if None in found else all(found))
+    return whole
 
 
 class Comparer:
@@ -151,9 +183,10 @@ class Comparer:
                         wide = widen(values)
                         _add_figures(state.tally, wide, wide)
             state.same.clear()
-            state.caster = None
+            state.casters = None
             if state.castable:
                 state.tally.rounded = state.tally.rounded is not False
+                state.tally.rounded_a = state.tally.rounded_a is not False
 
     def _read(self, place: _Place) -> Array:
         return read_region(place.info, place.region, pool=self._pool).reshape(-1)
@@ -176,6 +209,14 @@ class Comparer:
 def _start(spec: TensorSpec, other: TensorInfo) -> _State:
     differ = spec.dtype != other.dtype
     return _State(Tally(spec, other.spec), other, differ and {spec.dtype, other.dtype} <= _CAST)
+
+
+def _element(shape: Shape, region: Region, number: int) -> int:
+    """Return the number, in C order in a tensor of `shape`, of element `number` of a region of it."""
+    found = 0
+    for start, extent, size, inner in zip(region.start, region.shape, shape, _inner(region.shape), strict=True):
+        found = found * size + start + number // inner % extent
+    return found
 
 
 def _inner(shape: Shape) -> list[int]:
@@ -235,9 +276,13 @@ def _compare_values(state: _State, mine: Array, theirs: Array) -> Array:
     if changed.any():
         changed &= ~(np.isnan(x) & np.isnan(y))
     _add_figures(tally, x, y)
-    if state.castable and tally.rounded is not False:
-        state.caster = state.caster or Caster(tally.mine.dtype, tally.theirs.dtype)
-        tally.rounded = np.array_equal(state.caster(mine), theirs)
+    if state.castable:
+        dtypes = tally.mine.dtype, tally.theirs.dtype
+        state.casters = state.casters or (Caster(*dtypes), Caster(*reversed(dtypes)))
+        if tally.rounded is not False:
+            tally.rounded = np.array_equal(state.casters[0](mine), theirs)
+        if tally.rounded_a is not False:
+            tally.rounded_a = np.array_equal(mine, state.casters[1](theirs))
     return changed
 
 

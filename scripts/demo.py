@@ -7,6 +7,7 @@
 3. run the one in transformers, the other in MindFormers' own network, and compare their logits
 4. `ckptkit reshard` it for six devices, and that for three others; compare with what one step makes
 5. `ckptkit convert` the shards back, and compare every tensor and file
+6. `ckptkit verify` that the six shards hold, and compute layer by layer, what the model does; verify.html is its page
 
 Everything stays in `.cache/demo` to be looked at. Exits with 1 when a comparison fails.
 """
@@ -70,6 +71,9 @@ def main() -> int:
     ckptkit("convert", three, back, "--to", "hf")
     same &= compare_files(source, back)
 
+    step("6. is it the same model, number by number and in what it computes?")
+    same &= verified(source, six, room / "verify.html")
+
     print(f"\n{'All is equal.' if same else 'SOMETHING DIFFERS.'} {time.monotonic() - began:.0f} s")
     return 0 if same else 1
 
@@ -84,15 +88,24 @@ def shown(path: Path) -> str:
 
 
 def ckptkit(command: str, source: Path, target: Path, *options: str) -> None:
-    """Run a command of ckptkit, and show it and its report."""
-    words = [command, shown(source), shown(target), *options, "--overwrite"]
+    """Run a command of ckptkit that writes, and show it and its report."""
+    code = run(command, shown(source), shown(target), *options, "--overwrite")
+    if code:
+        raise SystemExit(code)
+
+
+def verified(source: Path, other: Path, page: Path) -> bool:
+    """Verify one against the other, layer by layer; show the report, write it to a page, return the verdict."""
+    return run("verify", shown(source), shown(other), "--level", "layers", "--html", shown(page)) == 0
+
+
+def run(*words: str) -> int:
     print(f"  $ ckptkit {shlex.join(words)}", flush=True)
     done = subprocess.run(
         [sys.executable, "-m", "ckptkit", *words, "--no-progress"], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
     )
     print("".join(f"  {line}\n" for line in done.stdout.splitlines()), end="")
-    if done.returncode:
-        raise SystemExit(done.returncode)
+    return done.returncode
 
 
 def compare_frameworks(hf_folder: Path, mindspore_folder: Path) -> bool:

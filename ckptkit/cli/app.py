@@ -95,3 +95,24 @@ def progress_bar(wanted: bool) -> Callable[[int, int], Callable[[int], None]] | 
         return advance
 
     return start
+
+
+def step_bar(wanted: bool) -> Callable[[int], Callable[[str], None]] | None:
+    """Return a factory of bars on stderr that count steps, each with a word; None as for `progress_bar`."""
+    if not wanted or not sys.stderr.isatty():
+        return None
+
+    def start(total: int) -> Callable[[str], None]:
+        from tqdm import tqdm
+
+        bar = tqdm(total=total, unit="input", file=sys.stderr, leave=False, ncols=shutil.get_terminal_size().columns)
+
+        def advance(what: str) -> None:
+            bar.set_description(what, refresh=False)
+            bar.update(1)
+            if bar.n >= total:
+                bar.close()
+
+        return advance
+
+    return start

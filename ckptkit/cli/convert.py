@@ -41,7 +41,10 @@ Variant = Annotated[
 FromVariant = Annotated[
     str | None, typer.Option("--from-variant", help="Layout of fused tensors in SRC, when both sides have one.")
 ]
-Format = Annotated[str | None, typer.Option("--format", help="MindSpore output: safetensors (default) or ckpt.")]
+Format = Annotated[
+    str | None,
+    typer.Option("--format", help="MindSpore output: safetensors (default), ckpt or mindformers (its newer folders)."),
+]
 TieEmbeddings = Annotated[bool, typer.Option("--tie-embeddings", help="A head that is not stored is the embedding.")]
 AllowUnmapped = Annotated[
     bool, typer.Option("--allow-unmapped", help="Leave out tensors that match no row, and report them.")

@@ -8,6 +8,18 @@ from typing import Annotated
 import typer
 
 from ckptkit.cli.app import Json, NoProgress, Table, app, emit, progress_bar
+from ckptkit.cli.side_options import (
+    DialectA,
+    DialectB,
+    Model,
+    StepA,
+    StepB,
+    StrategyA,
+    StrategyB,
+    VariantA,
+    VariantB,
+    Workers,
+)
 
 
 @app.command("inspect")
@@ -18,7 +30,7 @@ def inspect_command(
     ] = None,
     table: Table = None,
     all_tensors: Annotated[bool, typer.Option("--all", help="List every tensor.")] = False,
-    step: Annotated[int | None, typer.Option("--step", help="The step to take when rank folders hold several.")] = None,
+    step: Annotated[int | None, typer.Option("--step", help="The step to take when ranks hold several.")] = None,
     as_json: Json = False,
 ) -> None:
     """Say what a checkpoint holds, from its headers."""
@@ -29,36 +41,37 @@ def inspect_command(
 
 @app.command("check")
 def check_command(
-    path: Annotated[Path, typer.Argument(help="A folder that ckptkit wrote.", metavar="DIR")],
+    path: Annotated[Path, typer.Argument(help="A folder that ckptkit wrote or adopted.", metavar="DIR")],
+    adopt: Annotated[
+        bool, typer.Option("--adopt", help="Write a ckptkit.json with digests beside a foreign checkpoint.")
+    ] = False,
     as_json: Json = False,
     no_progress: NoProgress = False,
 ) -> None:
     """Compare every byte with the digests in ckptkit.json."""
     from ckptkit.commands.check import check
 
-    emit(check(path, progress=progress_bar(not no_progress)), as_json)
+    emit(check(path, adopt=adopt, progress=progress_bar(not no_progress)), as_json)
 
 
 @app.command("diff")
 def diff_command(
     a: Annotated[Path, typer.Argument(help="A checkpoint: folder or file, of any format and naming.", metavar="A")],
     b: Annotated[Path, typer.Argument(help="Another one.", metavar="B")],
-    model: Annotated[
-        str | None, typer.Option("--model", help="Family or alias; config.json decides without it.")
-    ] = None,
+    model: Model = None,
     config: Annotated[
         Path | None, typer.Option("--config", help="Folder or config.json of the model, when none is beside A or B.")
     ] = None,
     table: Table = None,
-    dialect_a: Annotated[str | None, typer.Option("--dialect-a", help="Naming of A, if its names do not tell.")] = None,
-    dialect_b: Annotated[str | None, typer.Option("--dialect-b", help="Naming of B, if its names do not tell.")] = None,
-    variant_a: Annotated[
-        str | None, typer.Option("--variant-a", help="Layout of fused tensors in A (qkv_concat, ...).")
-    ] = None,
-    variant_b: Annotated[
-        str | None, typer.Option("--variant-b", help="Layout of fused tensors in B (qkv_concat, ...).")
-    ] = None,
-    workers: Annotated[int, typer.Option("--workers", min=1, max=64, help="Threads that read and compare.")] = 2,
+    dialect_a: DialectA = None,
+    dialect_b: DialectB = None,
+    variant_a: VariantA = None,
+    variant_b: VariantB = None,
+    strategy_a: StrategyA = None,
+    strategy_b: StrategyB = None,
+    step_a: StepA = None,
+    step_b: StepB = None,
+    workers: Workers = 2,
     as_json: Json = False,
     no_progress: NoProgress = False,
 ) -> None:
@@ -68,7 +81,8 @@ def diff_command(
     emit(
         diff(
             a, b, model=model, config=config, table=table or (), dialect_a=dialect_a, dialect_b=dialect_b,
-            variant_a=variant_a, variant_b=variant_b, workers=workers, progress=progress_bar(not no_progress),
+            variant_a=variant_a, variant_b=variant_b, strategy_a=strategy_a, strategy_b=strategy_b,
+            step_a=step_a, step_b=step_b, workers=workers, progress=progress_bar(not no_progress),
         ),
         as_json,
     )  # fmt: skip

@@ -69,7 +69,9 @@ def reshard_command(
     variant: Annotated[
         str | None, typer.Option("--variant", help="Layout of fused tensors in SRC, when its names do not tell.")
     ] = None,
-    format: Annotated[str | None, typer.Option("--format", help="safetensors or ckpt; that of SRC without it.")] = None,
+    format: Annotated[
+        str | None, typer.Option("--format", help="safetensors, ckpt or mindformers; that of SRC without it.")
+    ] = None,
     max_shard_size: MaxShardSize = None,
     table: Table = None,
     config: Config = None,

@@ -20,6 +20,7 @@ from ckptkit.errors import UsageError
 from ckptkit.formats.mindspore_ckpt import verify_crc
 from ckptkit.formats.parts import check_part
 from ckptkit.formats.rank_folders import find_ranks
+from ckptkit.formats.registry import CKPT, HF, MINDFORMERS, MINDSPORE_SAFETENSORS
 from ckptkit.formats.target import check_place, check_replaceable
 from ckptkit.plan.part import take_ranks
 from ckptkit.plan.plan import Plan
@@ -111,7 +112,9 @@ def finish(
 def _step_notes(plan: Plan, source: Source) -> list[str]:
     """Return a note when the names of the ranks' files say a step, and no name of the result does."""
     saved = source.ranks.saved if source.ranks else None
-    if saved is None or any(f"-{saved[0]}_{saved[1]}." in file.name for file in plan.files):
+    if saved is None or plan.facts["to"]["format"] == MINDFORMERS:
+        return []
+    if any(f"-{saved[0]}_{saved[1]}." in file.name for file in plan.files):
         return []
     return [f"SRC was saved at epoch {saved[0]}, step {saved[1]}; no file of DST says so"]
 
@@ -128,24 +131,31 @@ def file_layout(
     dialect: str, format: str | None, size: str | int | None, given: Defaults, sharding: Sharding
 ) -> tuple[str, int]:
     """Return the kind of the result, and the most bytes of a file; UsageError for what does nothing in this one."""
-    if format not in (None, "safetensors", "ckpt"):
-        raise UsageError(f"unknown format `{format}`", hint="`safetensors` or `ckpt`")
-    kind = "ckpt" if format == "ckpt" else "mindspore-safetensors"
+    if format not in (None, "safetensors", CKPT, MINDFORMERS):
+        raise UsageError(f"unknown format `{format}`", hint="`safetensors`, `ckpt` or `mindformers`")
+    kind = format if format in (CKPT, MINDFORMERS) else MINDSPORE_SAFETENSORS
+    if kind == MINDFORMERS and sharding.only is not None:
+        raise UsageError(
+            "`--ranks` does nothing with `--format mindformers`",
+            why="the files of all ranks lie in one folder, with one `metadata.json`",
+            hint="leave out `--ranks`: one run writes all ranks",
+        )
     if dialect == "hf":
-        if format == "ckpt":
-            what = "HuggingFace weights are not stored as .ckpt"
-            given.pass_over("format", UsageError(what, hint="leave out `--format ckpt`"))
+        if format in (CKPT, MINDFORMERS):
+            what = "HuggingFace weights are not stored " + ("as .ckpt" if kind == CKPT else "in folders of MindFormers")
+            given.pass_over("format", UsageError(what, hint=f"leave out `--format {format}`"))
         if not sharding.is_whole:
             raise UsageError(
                 "HuggingFace weights are not cut over ranks",
                 why="a parallel layout is one of MindSpore's checkpoints",
                 hint="leave out the parallel degrees, or name a MindSpore dialect with `--to`",
             )
-        kind = "hf"
-    if size is not None and (kind == "ckpt" or not sharding.is_whole):
+        kind = HF
+    if size is not None and (kind in (CKPT, MINDFORMERS) or not sharding.is_whole):
+        whole = sharding.is_whole and kind == CKPT
         error = UsageError(
-            "`--max-shard-size` does nothing " + ("with `--format ckpt`" if sharding.is_whole else "to files of ranks"),
-            why="no loader joins .ckpt files, so there is always one" if sharding.is_whole else "each rank has one",
+            "`--max-shard-size` does nothing " + ("with `--format ckpt`" if whole else "to files of ranks"),
+            why="no loader joins .ckpt files, so there is always one" if whole else "each rank has its own",
             hint="leave it out" + (", or write `--format safetensors`" if sharding.is_whole else ""),
         )
         given.pass_over("max_shard_size", error)

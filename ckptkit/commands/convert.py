@@ -14,7 +14,7 @@ from ckptkit.commands.convert_report import naming_rows
 from ckptkit.commands.defaults import Defaults
 from ckptkit.commands.parallel import WHOLE, Parallel
 from ckptkit.commands.plan_file import check_plan_file
-from ckptkit.commands.sharding import Arranger, Sharding
+from ckptkit.commands.sharding import Sharding, arranger
 from ckptkit.commands.source import (
     SideFiles,
     Source,
@@ -69,13 +69,13 @@ def convert(
     `src` is a HuggingFace folder, a MindSpore folder (one with a folder for each rank, too) or a file; `dst` is
     always a folder, and appears only when it is complete. `model` is a family or an alias (config.json decides
     without it); `from_dialect` and `to_dialect` are `hf`, `mindformers` or a dialect's own name; `format` is
-    `safetensors` or `ckpt`, for MindSpore output; `table` are mapping files of your own. `dtype` (`bf16`, `fp16`,
-    `fp32`, or torch's names) casts floating-point tensors, and `clamp` lets values that overflow become the largest
-    finite one. `parallel` says how the result, on the MindSpore side, is cut over ranks, and how the source was;
-    training state comes along, with the weights' rules, unless `no_optimizer` leaves it out. `dry_run` plans and
-    proves, and writes nothing but `plan_file`. `progress(total_bytes, done_bytes)` returns a function that is told of
-    bytes done. `defaults` names the options that nobody asked for: one that does nothing is passed over with a note,
-    not refused.
+    `safetensors`, `ckpt` or `mindformers` (its newer folders), for MindSpore output; `table` are mapping files of your
+    own. `dtype` (`bf16`, `fp16`, `fp32`, or torch's names) casts floating-point tensors, and `clamp` lets values that
+    overflow become the largest finite one. `parallel` says how the result, on the MindSpore side, is cut over ranks,
+    and how the source was; training state comes along, with the weights' rules, unless `no_optimizer` leaves it out.
+    `dry_run` plans and proves, and writes nothing but `plan_file`. `progress(total_bytes, done_bytes)` returns a
+    function that is told of bytes done. `defaults` names the options that nobody asked for: one that does nothing is
+    passed over with a note, not refused.
 
     Raises UsageError (2), CoverageError (3), ResourceError (4), CorruptError (5); before the first byte is written
     for everything that can be known by then.
@@ -94,7 +94,7 @@ def convert(
         variant=variant, from_variant=from_variant, given=task.given,
     )  # fmt: skip
     kind, size = file_layout(choice.target[0], format, max_shard_size, task.given, sharding)
-    arrange = None if sharding.is_whole else Arranger(sharding, kind, None if no_optimizer else source.ranks)
+    arrange = arranger(sharding, kind, source, drop_state=no_optimizer)
     target = Target(kind, size, tie_embeddings, allow_unmapped, wanted, clamp, arrange, no_optimizer)
     plan = plan_by_tables(source, choice, settings, side, target, sharding)
     return finish(task, plan, source, naming_rows(plan, choice), notes, sharding)

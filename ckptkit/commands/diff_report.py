@@ -4,67 +4,58 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
+from ckptkit.commands.sides import Sides
+from ckptkit.commands.source import Source
 from ckptkit.compare import Tally
-from ckptkit.formats.base import Checkpoint
-from ckptkit.mapping.rules import RuleSet
-from ckptkit.plan.pair import Finding, Pairing
+from ckptkit.plan.pair import Finding
 from ckptkit.plan.plan import OutputTensor
 from ckptkit.report import Report, fold_names, human_bytes, listed
 from ckptkit.types import Shape
+from ckptkit.verification.weights import Compared
 
 WORST = 10
 RELATIVE = "max |a - b| / max |a| over the tensor"
-_KINDS = {"only_in_a": "only in A", "only_in_b": "only in B", "shape": "shape", "parts": "dtype"}
+_KINDS = {"only_in_a": "only in A", "only_in_b": "only in B", "shape": "shape", "parts": "dtype", "replica": "replica"}
 
 
-@dataclass(frozen=True, slots=True)
-class Sides:
-    """The two checkpoints, how they were compared, and their (dialect, variant) where these are known."""
-
-    path_a: Path
-    path_b: Path
-    a: Checkpoint
-    b: Checkpoint
-    how: str
-    spoke_a: tuple[str, str]
-    spoke_b: tuple[str, str]
-    rules: tuple[RuleSet, ...]
-
-
-def report_on(sides: Sides, pairing: Pairing, tallies: Sequence[Tally]) -> Report:
+def report_on(path_a: Path, path_b: Path, sides: Sides, compared: Compared) -> Report:
     """Return the report; exit code 1 when anything differs."""
-    rows = [(output, tally) for output, tally in zip(pairing.outputs, tallies, strict=True) if not tally.equal]
+    pairing, tallies = compared.pairing, compared.tallies
+    rows = [row for row in compared.rows if not row[1].equal]
     rows.sort(key=lambda row: _badness(row[1]), reverse=True)
     count = len(rows) + len(pairing.findings)
     what = f"differ in {count} tensor{'s' if count > 1 else ''}" if count else "hold the same"
-    report = Report("diff", f"`{sides.path_a}` and `{sides.path_b}` {what}", exit_code=1 if count else 0)
-    for label, checkpoint, spoke in (("A", sides.a, sides.spoke_a), ("B", sides.b, sides.spoke_b)):
-        report.add(label, _side(checkpoint, spoke))
+    report = Report("diff", f"`{path_a}` and `{path_b}` {what}", exit_code=1 if count else 0)
+    for label, source, spoke in (("A", sides.a, sides.spoke_a), ("B", sides.b, sides.spoke_b)):
+        report.add(label, side_text(source, spoke))
     report.add("compared", sides.how)
     report.add("tensors", _counts(tallies, pairing.findings))
-    _add_dtypes(report, [tally for _, tally in rows if _is_explained(tally)], len(tallies))
-    _add_values(report, [row for row in rows if not _is_explained(row[1])])
+    _add_dtypes(report, [tally for _, tally in rows if tally.is_cast], len(tallies))
+    _add_values(report, [row for row in rows if not row[1].is_cast])
     if any(tally.changed and tally.max_relative is not None for _, tally in rows):
         report.add("", f"(relative: {RELATIVE})")
     _add_findings(report, pairing.findings)
     for fate in pairing.benign:
         report.add("no difference", f"{fate.name}: {fate.reason}")
-    notes = [f"{label}: {note}" for label, c in (("A", sides.a), ("B", sides.b)) for note in c.notes] + pairing.notes
+    notes = [f"{label}: {note}" for label, c in (("A", sides.a), ("B", sides.b)) for note in c.checkpoint.notes]
+    notes += pairing.notes
     for note in dict.fromkeys(notes):
         report.add("note", note)
-    report.data = _data(sides, pairing, tallies, rows, notes)
+    report.data = _data(path_a, path_b, sides, compared, notes)
     return report
 
 
-def _side(checkpoint: Checkpoint, spoke: tuple[str, str]) -> str:
+def side_text(source: Source, spoke: tuple[str, str]) -> str:
+    """Return a side in a line: naming, format, ranks, tensors, bytes."""
+    checkpoint = source.checkpoint
     naming = f"{spoke[0]}{f', variant {spoke[1]}' if spoke[1] else ''}, " if spoke[0] else ""
+    ranks = f" over {len(source.ranks.ranks)} ranks" if source.ranks else ""
     size = sum(t.num_bytes for t in checkpoint.tensors.values())
-    return f"{naming}{checkpoint.kind}, {len(checkpoint.tensors)} tensors, {human_bytes(size)}"
+    return f"{naming}{checkpoint.kind}{ranks}, {len(checkpoint.tensors)} tensors, {human_bytes(size)}"
 
 
 def _counts(tallies: Sequence[Tally], findings: Sequence[Finding]) -> str:
@@ -75,19 +66,20 @@ def _counts(tallies: Sequence[Tally], findings: Sequence[Finding]) -> str:
     text += [f"{values} with other bytes"] if values else []
     text += [f"{dtypes} of another dtype"] if dtypes else []
     counts: Counter[str] = Counter(finding.kind for finding in findings)
-    words = {"only_in_a": "only in A", "only_in_b": "only in B", "shape": "of another shape", "parts": "not comparable"}
+    words = {
+        "only_in_a": "only in A",
+        "only_in_b": "only in B",
+        "shape": "of another shape",
+        "parts": "not comparable",
+        "replica": "with a replica that is no copy",
+    }
     return ", ".join(text + [f"{counts[kind]} {word}" for kind, word in words.items() if counts[kind]])
 
 
 def _badness(tally: Tally) -> tuple[bool, float, int]:
     """Order by: not finite on one side only, relative difference, number of elements."""
     relative = tally.max_relative
-    return _is_odd(tally), 0.0 if relative is None else relative, tally.changed
-
-
-def _is_odd(tally: Tally) -> bool:
-    """Say whether one side has NaN or inf where the other has not, as far as counts tell."""
-    return tally.nan[0] != tally.nan[1] or tally.inf[0] != tally.inf[1]
+    return tally.is_odd, 0.0 if relative is None else relative, tally.changed
 
 
 def _add_dtypes(report: Report, tallies: Sequence[Tally], total: int) -> None:
@@ -115,27 +107,21 @@ def _add_values(report: Report, rows: Sequence[tuple[OutputTensor, Tally]]) -> N
 def _by_cast(tallies: Sequence[Tally]) -> dict[str, list[Tally]]:
     found: dict[str, list[Tally]] = {}
     for tally in tallies:
-        found.setdefault(_cast_text(tally), []).append(tally)
+        found.setdefault(cast_text(tally), []).append(tally)
     return found
 
 
-def _cast_text(tally: Tally) -> str:
+def cast_text(tally: Tally) -> str:
     """Say what the dtypes are and how the values came about; empty for tensors of one dtype."""
     if tally.mine.dtype == tally.theirs.dtype:
         return ""
     text = f"{tally.mine.dtype} in A, {tally.theirs.dtype} in B"
     if not tally.changed and tally.max_abs is not None:
         return f"{text}; the values are equal"
-    if tally.rounded:
-        return f"{text}; B is exactly A rounded to nearest, ties to even"
+    if tally.rounded or tally.rounded_a:
+        one, other = ("B", "A") if tally.rounded else ("A", "B")
+        return f"{text}; {one} is exactly {other} rounded to nearest, ties to even"
     return text
-
-
-def _is_explained(tally: Tally) -> bool:
-    """Say whether all that differs is the dtype: the values are equal, or B's are A's rounded, and all stay finite."""
-    if tally.mine.dtype == tally.theirs.dtype or _is_odd(tally):
-        return False
-    return not tally.changed or tally.rounded is True
 
 
 def _gaps(tallies: Sequence[Tally]) -> str:
@@ -147,7 +133,7 @@ def _gaps(tallies: Sequence[Tally]) -> str:
 
 def _figures(tally: Tally) -> str:
     total = prod(tally.mine.shape)
-    cast = _cast_text(tally)
+    cast = cast_text(tally)
     text = f"{cast}; " if cast else ""
     text += f"{tally.changed} of {total} elements"
     if tally.first is not None and tally.mine.shape:
@@ -195,29 +181,38 @@ def _named(output: OutputTensor) -> str:
     return f"{output.spec.name} (A: {sources[0]}{more})"
 
 
-def _data(
-    sides: Sides,
-    pairing: Pairing,
-    tallies: Sequence[Tally],
-    rows: Sequence[tuple[OutputTensor, Tally]],
-    notes: Sequence[str],
-) -> dict[str, Any]:
-    def side(path: Path, checkpoint: Checkpoint, spoke: tuple[str, str]) -> dict[str, Any]:
-        naming = {"dialect": spoke[0] or None, "variant": spoke[1] or None}
-        return {"path": str(path), "format": checkpoint.kind, **naming, "tensors": len(checkpoint.tensors)}
-
+def _data(path_a: Path, path_b: Path, sides: Sides, compared: Compared, notes: Sequence[str]) -> dict[str, Any]:
+    pairing, tallies = compared.pairing, compared.tallies
     return {
-        "a": side(sides.path_a, sides.a, sides.spoke_a),
-        "b": side(sides.path_b, sides.b, sides.spoke_b),
-        "family": sides.rules[0].family if sides.rules else None,
+        "a": side_data(path_a, sides.a, sides.spoke_a),
+        "b": side_data(path_b, sides.b, sides.spoke_b),
+        "family": sides.family.name if sides.family else None,
         "compared": sides.how,
         "relative": RELATIVE,
         "equal": sum(t.equal for t in tallies),
-        "different": [_row(output, tally) for output, tally in rows],
+        "different": _rows(compared),
         "findings": [{"kind": f.kind, "name": f.name, "text": f.text} for f in pairing.findings],
         "benign": [[fate.name, fate.reason] for fate in pairing.benign],
         "notes": list(notes),
     }
+
+
+def side_data(path: Path, source: Source, spoke: tuple[str, str]) -> dict[str, Any]:
+    """Return a side as data."""
+    naming = {"dialect": spoke[0] or None, "variant": spoke[1] or None}
+    ranks = len(source.ranks.ranks) if source.ranks else None
+    checkpoint = source.checkpoint
+    return {"path": str(path), "format": checkpoint.kind, **naming, "ranks": ranks, "tensors": len(checkpoint.tensors)}
+
+
+def _rows(compared: Compared) -> list[dict[str, Any]]:
+    """Return a row for each pair that differs, the worst first."""
+    rows = [
+        (tally, _row(output, tally) | {"shards": compared.shards.get(number, [])})
+        for number, (output, tally) in enumerate(compared.rows)
+        if not tally.equal
+    ]
+    return [row for _, row in sorted(rows, key=lambda row: _badness(row[0]), reverse=True)]
 
 
 def _row(output: OutputTensor, tally: Tally) -> dict[str, Any]:
@@ -235,4 +230,5 @@ def _row(output: OutputTensor, tally: Tally) -> dict[str, Any]:
         "nan": list(tally.nan),
         "inf": list(tally.inf),
         "rounded": tally.rounded,
+        "rounded_a": tally.rounded_a,
     }

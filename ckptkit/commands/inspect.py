@@ -16,7 +16,8 @@ from ckptkit.errors import CoverageError, UsageError
 from ckptkit.formats.base import Checkpoint
 from ckptkit.formats.files import look, read_json_object, regular_file
 from ckptkit.formats.manifest import read_manifest
-from ckptkit.formats.mindspore_strategy import find_strategy, read_strategies
+from ckptkit.formats.mindformers_folder import METADATA
+from ckptkit.formats.mindspore_strategy import Strategy, find_strategy, read_strategies
 from ckptkit.formats.model_config import CONFIG, quantization, read_config
 from ckptkit.formats.part_manifests import refuse_incomplete
 from ckptkit.formats.rank_folders import RankSet, find_ranks, open_ranks
@@ -40,14 +41,14 @@ def inspect(
 
     `expect` is a JSON file of the tensors that must be there: a list of names, or an object of name -> shape
     (null for any); CoverageError when one is missing, unexpected or misshapen. `all_tensors` lists each tensor in
-    the text; the data always has all of them. A folder of `rank_N` folders is described rank by rank, at the newest
-    step or at `step`. Reads headers only.
+    the text; the data always has all of them. A checkpoint that is cut over ranks is described rank by rank, at the
+    newest step or at `step`. Reads headers only.
     """
     path = Path(path)
     look(path)
-    if path.is_dir() and (ranks := find_ranks(path)):
+    if path.is_dir() and find_ranks(path):
         refuse_incomplete(path, read_manifest(path))
-        return _inspect_ranks(open_ranks(path, step=step), len(ranks), expect, all_tensors)
+        return _inspect_ranks(open_ranks(path, step=step), expect, all_tensors)
     source = open_source(path)
     checkpoint = source.checkpoint
     if expect is not None:
@@ -74,50 +75,81 @@ def inspect(
     return report
 
 
-def _inspect_ranks(ranks: RankSet, count: int, expect: str | Path | None, all_tensors: bool) -> Report:
+def _inspect_ranks(ranks: RankSet, expect: str | Path | None, all_tensors: bool) -> Report:
     """Describe a sharded checkpoint: each rank's file, and the tensors of rank 0."""
     if expect is not None:
         for checkpoint in ranks.ranks.values():
             _compare_with_expected(checkpoint, Path(expect))
     report = Report("inspect", f"`{ranks.folder}`")
     report.data = {"path": str(ranks.folder), "ranks": {str(r): _data(c) for r, c in ranks.ranks.items()}}
-    report.add("format", f"{ranks.ranks[0].kind}, sharded over {count} rank(s)")
+    report.add("format", f"{ranks.ranks[0].kind}, sharded over {len(ranks.ranks)} rank(s)")
+    _add_iteration(report, ranks)
     rows = [
-        f"rank_{rank}  {c.files[0].name}  {len(c.tensors)} tensors, {human_bytes(_file_bytes(c))}"
+        f"rank_{rank}  {_file_names(c)}  {len(c.tensors)} tensors, {human_bytes(_file_bytes(c))}"
         for rank, c in ranks.ranks.items()
     ]
     for text in listed(rows):
         report.add("ranks", text)
     names = {frozenset(checkpoint.tensors) for checkpoint in ranks.ranks.values()}
     report.add("names", "every rank has the same" if len(names) == 1 else f"{len(names)} different sets (stages)")
-    where = find_strategy(ranks.folder)
-    if where is None:
-        report.add("layout", "unknown: no strategy files lie here, so what is whole and what is cut cannot be told")
+    strategies, where = _strategies(ranks)
+    if strategies:
+        _add_layout(report, ranks, strategies, where, all_tensors)
+    else:
+        report.add("layout", where)
         for text in _tensor_rows(ranks.ranks[0], all_tensors):
             report.add("rank_0", text)
-    else:
-        _add_layout(report, ranks, where, all_tensors)
     for note in (*ranks.notes, *(note for c in ranks.ranks.values() for note in c.notes)):
         report.add("note", note)
     return report
 
 
-def _add_layout(report: Report, ranks: RankSet, where: Path, all_tensors: bool) -> None:
-    """Say how the tensors are cut, and list them whole, from the first rank of each stage."""
+def _add_iteration(report: Report, ranks: RankSet) -> None:
+    """Say which iteration of a newer folder of MindFormers this is, and what it says of itself."""
+    iteration = ranks.iteration
+    if iteration is None:
+        return
+    common = {key: value for key, value in (iteration.common or {}).items() if value is not None}
+    report.data["iteration"] = {"number": iteration.number, "folder": iteration.place.folder.name, "common": common}
+    facts = ", ".join(f"{key} {value}" for key, value in common.items())
+    report.add("iteration", f"{iteration.place.folder.name}{f': {facts}' if facts else ''}")
+    if ranks.thinned:
+        report.add("saved", "with `remove_redundancy`: of the ranks with equal slices one has them")
+
+
+def _file_names(checkpoint: Checkpoint) -> str:
+    return ", ".join(file.name for file in checkpoint.files) or "(no file)"
+
+
+def _strategies(ranks: RankSet) -> tuple[Sequence[Strategy], str]:
+    """Return the layout of each stage, and what says it; none, and why, where nothing does."""
+    if ranks.iteration is not None:
+        metadata = ranks.iteration.metadata
+        return (metadata.strategies(), METADATA) if metadata else ((), "whole: one rank saved it")
+    where = find_strategy(ranks.folder)
+    if where is None:
+        return (), "unknown: no strategy files lie here, so what is whole and what is cut cannot be told"
     axes = {name: len(info.shape) for rank in ranks.ranks.values() for name, info in rank.tensors.items()}
-    strategies = read_strategies(where, num_axes=axes)
+    return read_strategies(where, num_axes=axes), where.name
+
+
+def _add_layout(report: Report, ranks: RankSet, strategies: Sequence[Strategy], where: str, all_tensors: bool) -> None:
+    """Say how the tensors are cut, and list them whole."""
     devices = prod(next(iter(strategies[0].tensors.values())).dev_matrix)
-    what = f"{len(strategies)} stage(s) of {devices} device(s), from `{where.name}`"
+    what = f"{len(strategies)} stage(s) of {devices} device(s), from `{where}`"
     if len(strategies) * devices != len(ranks.ranks):
         report.add("layout", f"{what}: not of these {len(ranks.ranks)} ranks")
         return
     report.add("layout", what)
     whole: dict[str, TensorInfo] = {}
-    for stage, strategy in enumerate(strategies):
-        for name, info in ranks.ranks[stage * devices].tensors.items():
+    for rank, checkpoint in ranks.ranks.items():
+        strategy = strategies[rank // devices]
+        for name, info in checkpoint.tensors.items():
+            if name in whole:
+                continue
             layout = strategy.tensors.get(name) or strategy.tensors.get(parameter_of(name) or "")
             shape = info.shape if layout is None else whole_shape(layout, info.shape, name)
-            whole.setdefault(name, replace(info, shape=shape))
+            whole[name] = replace(info, shape=shape)
     report.data["whole"] = {name: {"shape": list(info.shape), "dtype": info.dtype} for name, info in whole.items()}
     for text in _tensor_rows(replace(ranks.ranks[0], tensors=whole), all_tensors):
         report.add("whole", text)
@@ -166,6 +198,8 @@ def _add_naming(report: Report, source: Source, tables: Tables) -> None:
     names = sorted({f"{m.dialect}{', variant ' + m.variant if m.variant else ''}" for m in best})
     prefix = f"{family.name}, " if family else ""
     report.add("naming", prefix + " or ".join(names))
+    if len(names) > 1:  # nothing in a file says how fused rows lie
+        report.add("", "`ckptkit verify HF THIS --level layers --variant-b V`, with any V of these, tells which it is")
     report.data |= {"family": family.name if family else None, "dialects": names}
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from ckptkit.formats.manifest import MANIFEST
+from ckptkit.formats.mindformers_write import rank_of
 from ckptkit.formats.part_manifests import span
 from ckptkit.plan.plan import Plan
 from ckptkit.report import human_bytes, listed
@@ -25,7 +26,7 @@ def layout_text(plan: Plan) -> str:
     """Return the layout in words: ranks, stages, degrees."""
     layout = plan.facts["layout"]
     stages = layout["pp"]
-    text = f"{layout['ranks']} ranks"
+    text = f"{layout['ranks']} rank{'s' * (layout['ranks'] > 1)}"
     if stages > 1:
         devices = layout["ranks"] // stages
         text += f": {stages} stages of {devices} device{'s' * (devices > 1)}"
@@ -47,9 +48,12 @@ def _ranks(plan: Plan) -> Iterator[str]:
     read: dict[int, int] = {}
     for output in plan.outputs:
         read[output.file] = read.get(output.file, 0) + output.read_bytes
-    sizes = {_rank(file.name): (file.size, read.get(number, 0)) for number, file in enumerate(plan.files)}
+    sizes: dict[int, tuple[int, int]] = {}
+    for number, file in enumerate(plan.files):
+        rank, (size, count) = _rank(file.name), sizes.get(_rank(file.name), (0, 0))
+        sizes[rank] = size + file.size, count + read.get(number, 0)
     linked = {_rank(name): _rank(file) for name, file in plan.links.items()}
-    ranks = sorted([*sizes, *linked])
+    ranks = sorted({*sizes, *linked})
     for (size, count), run in groupby(ranks, key=lambda rank: sizes.get(rank, (-1, 0))):
         numbers = list(run)
         if size < 0:
@@ -62,7 +66,8 @@ def _ranks(plan: Plan) -> Iterator[str]:
 
 
 def _rank(file: str) -> int:
-    return int(file.partition("/")[0].removeprefix("rank_"))
+    rank = rank_of(file)
+    return int(file.partition("/")[0].removeprefix("rank_")) if rank is None else rank
 
 
 def _span(numbers: list[int]) -> str:

@@ -1,4 +1,8 @@
-"""Open a checkpoint that is cut over ranks: its files, the strategy that says how it was cut, its manifest."""
+"""Open a checkpoint that is cut over ranks: its files, what says how it was cut, its manifest.
+
+Both kinds are opened here alike: `rank_N` folders with strategy files, and MindFormers' newer folders, whose
+metadata.json has the layouts.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +19,32 @@ from ckptkit.formats.disk import file_digest
 from ckptkit.formats.files import listed
 from ckptkit.formats.folder import file_names
 from ckptkit.formats.manifest import MANIFEST, compare_with_manifest, named_files, read_manifest
+from ckptkit.formats.mindformers_folder import METADATA, TRACKER, Place
+from ckptkit.formats.mindformers_ranks import Iteration
 from ckptkit.formats.mindspore_strategy import STRATEGY, find_strategy, is_strategy_file, read_strategies
 from ckptkit.formats.part_manifests import refuse_incomplete
 from ckptkit.formats.rank_folders import SUFFIXES, RankSet, find_ranks, open_ranks
-from ckptkit.layout.layout import Layout, Stage, check_num_ranks, replicated
-from ckptkit.layout.slices import num_parts, shard_index
+from ckptkit.layout.layout import Layout, Stage, check_num_ranks, replicated, slice_number
+from ckptkit.layout.slices import num_parts, shard_index, whole_shape
 from ckptkit.mapping.state_names import parameter_of
 from ckptkit.plan.join import join
 from ckptkit.types import Shape, TensorInfo, TensorLayout
 
 
 def open_sharded(path: Path, *, strategy: Path | None = None, step: int | None = None) -> Source:
-    """Open the `rank_N` folders of `path` as one checkpoint of whole tensors.
+    """Open the ranks of `path` as one checkpoint of whole tensors.
 
-    `strategy` is a strategy file or a folder of them; without it, those in `path` or in its folder `strategy` count.
-    Raises UsageError when there are none and several ranks, CoverageError when ranks and strategy do not fit, or
-    when the manifest says that parts of the result are still to come.
+    `strategy` is a strategy file or a folder of them, for `rank_N` folders; without it, those in `path` or in its
+    folder `strategy` count. Raises UsageError when there are none and several ranks, CoverageError when ranks and
+    layout do not fit, or when the manifest says that parts of the result are still to come.
     """
     manifest = read_manifest(path)
     refuse_incomplete(path, manifest)
     if step is None:
-        _refuse_others(path, manifest)
+        refuse_others(path, manifest)
     ranks = open_ranks(path, step=step)
+    if ranks.iteration is not None:
+        return _open_iteration(path, ranks, ranks.iteration, strategy, step)
     if manifest is not None:
         _check_manifest(path, ranks, manifest)
         _check_strategy(path, strategy, manifest, _num_axes(ranks))
@@ -58,18 +66,111 @@ def open_sharded(path: Path, *, strategy: Path | None = None, step: int | None =
 
 
 def open_stored(path: Path) -> Source:
-    """Open the `rank_N` folders of `path` as what is stored in them, each tensor by the name that a manifest has."""
+    """Open the ranks of `path` as what is stored in them, each tensor by the name that a manifest has."""
     manifest = read_manifest(path)
     refuse_incomplete(path, manifest)
-    _refuse_others(path, manifest)
+    refuse_others(path, manifest)
     ranks = open_ranks(path)
+    if ranks.iteration is not None:
+        manifest = _manifest_of(path, ranks.iteration, told=False)
     if manifest is not None:
         _check_manifest(path, ranks, manifest)
+    odd = [] if ranks.iteration is None else _iteration_layout(ranks, ranks.iteration)[2]
     tensors = flat(ranks.ranks)
     files = dict.fromkeys(info.file for info in tensors.values())
-    notes = (*_notes(ranks), *ranks.notes)
-    checkpoint = Checkpoint(path, path, ranks.ranks[0].kind, tuple(files), tensors, {}, notes)
+    notes = (*_notes(ranks), *ranks.notes, *odd)
+    folder = ranks.folder
+    checkpoint = Checkpoint(folder, folder, ranks.ranks[0].kind, tuple(files), tensors, {}, notes)
     return Source(checkpoint, manifest, ranks=ranks)
+
+
+def _open_iteration(
+    path: Path, ranks: RankSet, iteration: Iteration, strategy: Path | None, step: int | None
+) -> Source:
+    """Open an iteration of a newer folder of MindFormers as one checkpoint of whole tensors."""
+    if strategy is not None:
+        raise UsageError(
+            f"`--src-strategy` is about `rank_N` folders, and `{path}` has its layout in `{METADATA}`",
+            hint="leave it out",
+        )
+    manifest = _manifest_of(path, iteration, told=step is not None)
+    if manifest is not None:
+        _check_manifest(path, ranks, manifest)
+        _check_metadata(iteration.place, manifest)
+    layout, shapes, notes = _iteration_layout(ranks, iteration)
+    joined = join(ranks.ranks, layout, parameter_of=parameter_of, shapes=shapes, thinned=ranks.thinned)
+    first = ranks.ranks[0]
+    where = ranks.folder if step is None else iteration.place.folder  # opened again by this, it is the same iteration
+    found = tuple(dict.fromkeys(file for rank in ranks.ranks.values() for file in rank.files))
+    checkpoint = Checkpoint(
+        where, ranks.folder, first.kind, found, joined.tensors, first.metadata, (*ranks.notes, *notes, *joined.notes)
+    )
+    return Source(checkpoint, manifest, joined, ranks)
+
+
+def _manifest_of(path: Path, iteration: Iteration, *, told: bool) -> dict[str, Any] | None:
+    """Return the manifest that is about an iteration, from its own folder or from the one around it.
+
+    Raises CorruptError when there is one of another iteration, and nobody `told` that this one is meant.
+    """
+    place = iteration.place
+    manifest = read_manifest(place.root)
+    if manifest is None or all(row["name"].startswith(place.prefix) for row in manifest["files"]):
+        return manifest
+    if told or path.resolve() == place.folder.resolve():
+        return None
+    raise CorruptError(
+        f"`{TRACKER}` names iteration {place.number}, and {MANIFEST} is of another",
+        items=sorted({str(row["name"]).partition("/")[0] for row in manifest["files"]}),
+        why="the tracker was changed after the manifest was written",
+        hint=f"name an iteration with `--step`, or by its folder; or remove {MANIFEST}",
+    )
+
+
+def _check_metadata(place: Place, manifest: Mapping[str, Any]) -> None:
+    """Raise CorruptError for a metadata.json that is not the one that a manifest was written with."""
+    name = place.prefix + METADATA
+    promised = manifest["side_files"].get(name)
+    if promised is not None and file_digest(place.folder / METADATA) != promised:
+        raise CorruptError(
+            f"`{name}` is not what {MANIFEST} promises",
+            why="under another layout the same slices make other tensors",
+            hint="restore it from a copy, or make the result again",
+        )
+
+
+def _iteration_layout(ranks: RankSet, iteration: Iteration) -> tuple[Layout, Mapping[str, Shape], list[str]]:
+    """Return the layout that metadata.json states, the whole shapes, and notes on where it contradicts itself.
+
+    Raises CoverageError when a rank's slice is not the one that the layout gives it, or does not fit the whole shape.
+    """
+    metadata = iteration.metadata
+    if metadata is None:
+        return _single_device(ranks.ranks[0]), {}, []
+    strategies = metadata.strategies()
+    wrong, odd = [], []
+    for entry in metadata.entries.values():
+        how = strategies[metadata.stages[entry.name][0]].tensors[entry.name]
+        parts = num_parts(how)
+        if parts != entry.parts:
+            odd.append(entry.name)
+        for number, stored in entry.places():
+            if whole_shape(how, entry.shapes[number], entry.name) != entry.shape:
+                wrong.append(
+                    f"{entry.name}: slice {number} is {entry.shapes[number]}, of {entry.shape} in {parts} parts"
+                )
+            elif number != (at := slice_number(how, stored.rank % metadata.devices)):
+                wrong.append(f"{entry.name}: rank {stored.rank} has slice {number}, and slice {at} by the layout")
+    if wrong:
+        raise CoverageError(
+            f"{len(wrong)} slices in `{METADATA}` are not where their layouts put them",
+            items=wrong,
+            why="offsets and layouts say different things, and each makes another tensor",
+            hint="the file is damaged, or was edited: restore it from a copy",
+        )
+    layout = Layout(tuple(Stage(metadata.devices, strategy.tensors) for strategy in strategies))
+    note = f"`axis_fragmentations` of {listed(odd)} are not those of the layout, which counts"
+    return layout, {name: shape for s in strategies for name, shape in s.shapes.items()}, [note] if odd else []
 
 
 def flat(ranks: Mapping[int, Checkpoint]) -> dict[str, TensorInfo]:
@@ -99,14 +200,14 @@ def read_layout(path: Path, num_axes: Mapping[str, int]) -> tuple[Layout, dict[s
     return layout, {name: shape for strategy in strategies for name, shape in strategy.shapes.items()}
 
 
-def _refuse_others(path: Path, manifest: Mapping[str, Any] | None) -> None:
-    """Raise CoverageError for weight files in the rank folders of our own result that its manifest does not name."""
+def refuse_others(path: Path, manifest: Mapping[str, Any] | None) -> None:
+    """Raise CoverageError for weight files in `rank_N` folders that a manifest beside these does not name."""
     if manifest is None:
         return
     ours = named_files(manifest)
     folders = {name.partition("/")[0] for name in ours}
     found = [f"{rank.name}/{name}" for rank in find_ranks(path).values() for name in file_names(rank)
-             if rank.name in folders]  # fmt: skip
+             if rank != path and rank.name in folders]  # fmt: skip
     others = [name for name in found if name.endswith(SUFFIXES) and name not in ours]
     if others:
         raise CoverageError(

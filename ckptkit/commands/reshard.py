@@ -15,11 +15,12 @@ from ckptkit.commands.convert_report import naming_rows
 from ckptkit.commands.defaults import Defaults
 from ckptkit.commands.parallel import Parallel
 from ckptkit.commands.plan_file import check_plan_file
-from ckptkit.commands.sharding import Arranger
+from ckptkit.commands.sharding import arranger
 from ckptkit.commands.source import SideFiles, Source, as_list, find_config, find_side_files, load_own_tables
 from ckptkit.commands.write import Options, Progress
 from ckptkit.errors import UsageError
 from ckptkit.formats.files import listed, paused_gc
+from ckptkit.formats.registry import CKPT, MINDFORMERS
 from ckptkit.mapping.pad import pad
 from ckptkit.mapping.state import check_state, identity_rules
 from ckptkit.plan.build import Target, build_plan
@@ -73,9 +74,8 @@ def reshard(
         notes = _config_notes(side) if config else []
     if options.plan_file:
         check_plan_file(options.plan_file, task.dst, [*read, *(path for path, _ in side)])
-    own_format = "ckpt" if source.checkpoint.kind == "ckpt" else "safetensors"
-    kind, size = file_layout("", format or own_format, max_shard_size, task.given, sharding)
-    arrange = None if sharding.is_whole else Arranger(sharding, kind, None if no_optimizer else source.ranks)
+    kind, size = file_layout("", format or _format_of(source), max_shard_size, task.given, sharding)
+    arrange = arranger(sharding, kind, source, drop_state=no_optimizer)
     target = Target(kind, size, tie_embeddings, allow_unmapped, arrange=arrange, drop_state=no_optimizer)
     if by_table:
         tables = load_own_tables(table)
@@ -90,6 +90,13 @@ def reshard(
         return finish(task, plan, source, naming_rows(plan, choice), notes, sharding)
     plan = _plan_by_names(source, side, target)
     return finish(task, plan, source, [("names", "as they are: no table was needed")], notes, sharding)
+
+
+def _format_of(source: Source) -> str:
+    """Return the format of a source, as `--format` calls it."""
+    if source.ranks is not None and source.ranks.iteration is not None:
+        return MINDFORMERS
+    return CKPT if source.checkpoint.kind == CKPT else "safetensors"
 
 
 def _refuse_table_options(told: Mapping[str, Any], given: Defaults, where: str) -> None:

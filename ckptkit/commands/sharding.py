@@ -4,26 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ckptkit.commands.ranks import read_layout
+from ckptkit.commands.source import Source
 from ckptkit.errors import UsageError
 from ckptkit.formats import mindspore_ckpt, safetensors
 from ckptkit.formats.base import OutputFile
+from ckptkit.formats.files import opened, pread
+from ckptkit.formats.mindformers_folder import METADATA
+from ckptkit.formats.mindformers_write import MODEL, OPTIMIZER, Held, Saved, small_files, weight_file
 from ckptkit.formats.mindspore_strategy import STRATEGY, Strategy, dump_strategy
 from ckptkit.formats.rank_folders import META, RankSet
+from ckptkit.formats.registry import MINDFORMERS
 from ckptkit.layout.degrees import Cuts, Degrees, as_legacy_net, lay_out, smallest_dp
-from ckptkit.layout.layout import MAX_RANKS, Layout
+from ckptkit.layout.layout import MAX_RANKS, Layout, Stage, replicated, slice_number, without_opt_shard
 from ckptkit.layout.run_yaml import RunFacts, yaml_lines
+from ckptkit.layout.slices import num_parts
 from ckptkit.mapping.rules import RuleSet
 from ckptkit.mapping.state_names import is_counter, parameter_of
 from ckptkit.plan.build import Arrangement
 from ckptkit.plan.plan import OutputTensor
-from ckptkit.plan.shard import place_on_ranks
-from ckptkit.types import TensorSpec, item_bytes
+from ckptkit.plan.shard import Holder, Placement, holders_of, place_on_ranks
+from ckptkit.types import TensorInfo, TensorSpec, item_bytes
 
 LEGACY, QKV_CONCAT = "mindformers-legacy", "qkv_concat"
+STEP = "global_step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +60,56 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class Arranger:
-    """Give the tensors of a result their ranks. `kind` is `ckpt` or a safetensors one.
+    """Give the tensors of a result their ranks. `kind` is that of `file_layout`.
 
     `ranks` are those of the source, whose files say at which step training is to be resumed; None when it is not.
+    `saved` is the moment of training that a folder of MindFormers' newer kind is of.
     """
 
     sharding: Sharding
     kind: str
     ranks: RankSet | None = None
+    saved: Saved = field(default_factory=lambda: Saved(0, {}))
 
     def __call__(self, wholes: Sequence[OutputTensor], rules: RuleSet) -> Arrangement:
         degrees, layout, notes = self._layout(wholes, rules)
         _check_ranks(self.sharding.only, layout)
-        placement = place_on_ranks(wholes, layout, self._lay_out, parameter_of=parameter_of, on_every_rank=is_counter)
-        shapes = {whole.spec.name: whole.spec.shape for whole in wholes}
-        extra = _strategy_files(layout, shapes) | self._last_saves(layout)
+        if self.kind == MINDFORMERS:
+            placement, extra = self._iteration(wholes, rules, layout)
+        else:
+            placement = place_on_ranks(
+                wholes, layout, self._lay_out, parameter_of=parameter_of, on_every_rank=is_counter
+            )
+            shapes = {whole.spec.name: whole.spec.shape for whole in wholes}
+            extra = _strategy_files(layout, shapes) | self._last_saves(layout)
         load = [] if degrees is None else load_lines(degrees, rules, self.kind, self.sharding.pad_vocab_to)
         return Arrangement(placement, extra, self._facts(layout, degrees), [*self.sharding.notes, *notes], load)
 
+    def _iteration(
+        self, wholes: Sequence[OutputTensor], rules: RuleSet, layout: Layout
+    ) -> tuple[Placement, dict[str, bytes]]:
+        """Return the files of an iteration of MindFormers' newer folders: two for each rank, and the small ones."""
+        state = {rule.target for rule in rules.rules if rule.is_state}
+        number, num_ranks = self.saved.iteration, layout.num_ranks
+
+        def lay_out_file(kind: str, rank: int, specs: Sequence[TensorSpec]) -> OutputFile:
+            return safetensors.lay_out(weight_file(number, kind, rank, num_ranks), specs, {"format": "ms"})
+
+        placement = place_on_ranks(
+            wholes, layout, partial(lay_out_file, MODEL), parameter_of=parameter_of, on_every_rank=is_counter,
+            apart=(state.__contains__, partial(lay_out_file, OPTIMIZER)),
+        )  # fmt: skip
+        tensors = (
+            _held(whole.spec, holders_of(whole.spec, layout, parameter_of, is_counter), layout.devices,
+                  OPTIMIZER if whole.spec.name in state else MODEL)
+            for whole in wholes
+        )  # fmt: skip
+        return placement, small_files(self.saved, num_ranks, tensors)
+
     def _layout(self, wholes: Sequence[OutputTensor], rules: RuleSet) -> tuple[Degrees | None, Layout, Sequence[str]]:
+        if self.sharding.is_whole:
+            tensors = {whole.spec.name: replicated(len(whole.spec.shape), 1) for whole in wholes}
+            return self.sharding.degrees if rules.dialect else None, Layout((Stage(1, tensors),)), ()
         if self.sharding.strategy is not None:
             axes = {whole.spec.name: len(whole.spec.shape) for whole in wholes}
             layout, shapes = read_layout(self.sharding.strategy, axes)
@@ -107,6 +146,58 @@ class Arranger:
         if d is not None:
             facts |= {"tp": d.tp, "dp": d.dp, "ep": d.ep, "cp": d.cp, "optimizer_shard": d.optimizer_shard}
         return facts
+
+
+def arranger(sharding: Sharding, kind: str, source: Source, *, drop_state: bool) -> Arranger | None:
+    """Return what gives the tensors of a result their ranks; None for one that has none."""
+    if sharding.is_whole and kind != MINDFORMERS:
+        return None
+    return Arranger(sharding, kind, None if drop_state else source.ranks, moment(source))
+
+
+def moment(source: Source) -> Saved:
+    """Return the moment of training that a source is of, as far as it says.
+
+    That is what a folder of MindFormers' newer kind says; else the counter of the optimizer; else the step in the names
+    of the ranks' files, which counts from the start of the epoch.
+    """
+    ranks = source.ranks
+    if ranks is not None and ranks.iteration is not None:
+        return Saved(ranks.iteration.number or 0, ranks.iteration.common or {})
+    epoch, step = (ranks.saved if ranks is not None else None) or (0, 0)
+    counter = _stored_counter(source)
+    step = step if counter is None else _number_in(counter)
+    return Saved(step, {"epoch_num": epoch, "step_num": step, "global_step": step})
+
+
+def _stored_counter(source: Source) -> TensorInfo | None:
+    """Return the optimizer's counter of steps as it is stored, when it is one."""
+    info = source.checkpoint.tensors.get(STEP)
+    if info is not None and source.joined is not None:
+        info = next(info for _, info in source.joined.parts_of(STEP))
+    return info if info is not None and info.num_elements == 1 and info.dtype in ("I32", "I64") else None
+
+
+def _number_in(info: TensorInfo) -> int:
+    """Return the value of a tensor of one integer; no iteration is negative."""
+    with opened(info.file) as descriptor:
+        data = b"".join(pread(info.file, descriptor, size, offset) for offset, size in info.extents)
+    return max(0, int.from_bytes(data, "little", signed=True))
+
+
+def _held(spec: TensorSpec, holders: Sequence[Holder], devices: int, kind: str) -> Held:
+    """Return a tensor as its ranks hold it; UsageError when the stages that share it cut it in different ways."""
+    slices = {rank: slice_number(how, device) for rank, device, how in holders}
+    first, _, layout = holders[0]
+    parts = num_parts(layout)
+    if any(num_parts(how) != parts or slices[rank] != slices[first + device] for rank, device, how in holders):
+        raise UsageError(
+            f"`{spec.name}` is cut in one way in a stage and in another way in the next",
+            why=f"`{METADATA}` has one layout for each tensor",
+            hint="write `rank_N` folders, which may differ: leave out `--format mindformers`",
+        )
+    stage = range(first, first + devices)
+    return Held(spec, parts, without_opt_shard(layout), stage, slices, kind)
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
@@ -159,8 +250,11 @@ def load_lines(degrees: Degrees, rules: RuleSet, kind: str, padded_to: int | Non
     """Return the lines of a run's YAML with which MindFormers loads a result; `{dst}` stands for its folder."""
     legacy = rules.dialect == LEGACY
     run = RunFacts(legacy=legacy, qkv_concat=rules.variant.startswith(QKV_CONCAT) if legacy else None)
-    file_format = "ckpt" if kind == "ckpt" else "safetensors"
-    lines = yaml_lines(degrees, _num_layers(rules), run, load="{dst}", format=file_format)
+    if kind == MINDFORMERS:
+        lines = ['load_checkpoint: "{dst}"', "use_legacy_format: False", *yaml_lines(degrees, _num_layers(rules), run)]
+    else:
+        file_format = "ckpt" if kind == "ckpt" else "safetensors"
+        lines = yaml_lines(degrees, _num_layers(rules), run, load="{dst}", format=file_format)
     if padded_to is not None:
         lines += [
             *([] if "  model_config:" in lines else ["model:", "  model_config:"]),

@@ -20,6 +20,7 @@ from ckptkit.execute import Outcome, execute
 from ckptkit.formats.disk import allow_open_files
 from ckptkit.formats.file_sink import FileSink
 from ckptkit.formats.manifest import MANIFEST, SCHEMA, dump_manifest, header_digest, read_manifest, tensor_rows
+from ckptkit.formats.mindformers_write import rank_of
 from ckptkit.formats.result_folder import ResultFolder, check_space
 from ckptkit.mapping.expr import Leaf
 from ckptkit.plan.plan import Plan, SourceChanged, stored_name
@@ -52,7 +53,7 @@ def write_plan(
     folder.open()
     try:
         if folder.complete:
-            counts = counts_of(read_manifest(folder.partial))
+            counts = _noted_counts(folder.partial)
         else:
             with _sink(folder, plan, options) as sink:
                 done = sink.finished_files()
@@ -73,6 +74,13 @@ def write_plan(
     finally:
         folder.close()
     return counts
+
+
+def _noted_counts(folder: Path) -> dict[str, CastCount]:
+    """Return what the casts of a finished result lost, by the tensors' own names."""
+    found = counts_of(read_manifest(folder))
+    in_ranks = any(rank_of(path.relative_to(folder).as_posix()) is not None for path in folder.glob("*/*"))
+    return {name.partition(":")[2] if in_ranks else name: count for name, count in found.items()}
 
 
 def already_written(folder: ResultFolder) -> int:
@@ -144,15 +152,21 @@ def _files(plan: Plan) -> Iterator[dict[str, Any]]:
 
 def _tensors(plan: Plan, digests: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, TensorSpec, str, str | None]]:
     """Yield each stored tensor as the manifest calls it, its spec, its file and its digest; linked files included."""
-    names = [[(file.name, stored_name(file.name, ""))] for file in plan.files]
+    names = [[(file.name, _prefix(file.name))] for file in plan.files]
     numbers = {file.name: number for number, file in enumerate(plan.files)}
     for name, file in plan.links.items():
-        names[numbers[file]].append((name, stored_name(name, "")))
+        names[numbers[file]].append((name, _prefix(name)))
     for output in plan.outputs:
         spec = output.spec
         digest = digests[output.file].get(spec.name)
         for name, prefix in names[output.file]:
             yield prefix + spec.name, spec, name, digest
+
+
+def _prefix(file: str) -> str:
+    """Return what a manifest puts before the names of a file's tensors: `rank_3:` where the file is a rank's."""
+    rank = rank_of(file)
+    return stored_name(file if rank is None else f"rank_{rank}/", "")
 
 
 def _source_digests(

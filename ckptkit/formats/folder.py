@@ -45,7 +45,7 @@ _TRAINING = re.compile(
 )
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)(\.[a-z]+)")
 _RANK = re.compile(r"rank_\d+")
-_MINDFORMERS = re.compile(r"(?:.*-)?(?:model|opt)-\d{7}-\d{7}\.safetensors")
+MINDFORMERS_FILE = re.compile(r"(?:.*-)?(?:model|opt)-\d{7}-\d{7}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ def refuse_sharded(folder: Path) -> None:
     """Raise UsageError if `folder` holds one checkpoint in a folder or a file for each rank."""
     found = rank_folders(folder)
     if not found:
-        found = [name for name in file_names(folder) if _MINDFORMERS.fullmatch(name)]
+        found = [name for name in file_names(folder) if MINDFORMERS_FILE.fullmatch(name)]
     if not found:
         found = sorted(p.name for p in folder.iterdir() if re.fullmatch(r"iteration_\d+", p.name))
     if found:
@@ -191,7 +191,7 @@ def _from_index(folder: Path, names: Sequence[str], weights: Sequence[str]) -> S
 
 def _from_safetensors(folder: Path, weights: Sequence[str]) -> Selection | None:
     found = [n for n in weights if n.endswith(".safetensors") and not n.startswith(VENDOR)]
-    if any(_MINDFORMERS.fullmatch(name) for name in found):
+    if any(MINDFORMERS_FILE.fullmatch(name) for name in found):
         refuse_sharded(folder)
     return _from_set(folder, files.SAFETENSORS, found, HF_WHOLE)
 

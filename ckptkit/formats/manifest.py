@@ -7,6 +7,7 @@
                 ranks that are there, of `layout.ranks`, as long as parts of a result are missing; `state` says how
                 many tensors of each kind of training state there are
     source     {"name", "files": [{"name", "bytes"}], "tensors": {name: digest}}   digests where they are known
+    adopted    true where `check --adopt` wrote this for a foreign folder: `plan`, `family` and dialect are empty then
     files      [{"name", "bytes", "header"}]    header: `header_digest`; older results have none
     side_files {name: digest}                   of all that lies beside the weights, this file excepted
     tensors    {name: {"shape", "dtype", "file", "xxh3_128"}}       xxh3_128 is null after `--no-digest`
@@ -156,6 +157,6 @@ def compare_with_manifest(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -
         raise CorruptError(
             f"`{checkpoint.path.name}` does not hold what its {MANIFEST} says ({len(promised)} tensors)",
             items=wrong,
-            why="files were lost, cut or replaced after ckptkit wrote them",
+            why=f"files were lost, cut or replaced after {MANIFEST} was written",
             hint=f"restore the files, or remove {MANIFEST} to treat the folder as a foreign one",
         )

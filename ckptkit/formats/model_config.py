@@ -11,6 +11,7 @@ from typing import Any
 
 from ckptkit.errors import UsageError
 from ckptkit.formats import files, folder
+from ckptkit.formats.mindformers_folder import COMMON, METADATA, TRACKER, is_iteration
 
 CONFIG = "config.json"
 MANIFEST = "ckptkit.json"
@@ -44,10 +45,11 @@ def side_files(path: Path) -> list[Path]:
     """Return the files of a folder that travel beside the weights, in natural order; links count as files.
 
     That is every file at the top level that is not a weight file, an index, training state, a lock, an unfinished
-    download, hidden, or ckptkit's own manifest. Raises CoverageError for a dangling link, CorruptError for a
-    git-lfs pointer.
+    download, hidden, ckptkit's own manifest, or what MindFormers says there of a checkpoint. Raises CoverageError for
+    a dangling link, CorruptError for a git-lfs pointer.
     """
-    found = [path / name for name in folder.file_names(path) if _travels(name)]
+    own = (METADATA, COMMON) if is_iteration(path) else (TRACKER,)
+    found = [path / name for name in folder.file_names(path) if _travels(name) and name not in own]
     for file in found:
         if file.is_symlink() and not file.exists():
             raise files.dangling_link(file)

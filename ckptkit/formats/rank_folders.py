@@ -1,10 +1,11 @@
-"""`rank_N/` sets: which ranks there are, and which file of each counts.
+"""Sets of ranks: which ranks there are, and which file of each counts.
 
 A distributed run of MindSpore saves one folder a process: `rank_0/`, `rank_1/`, ..., each with one file a saved step.
 Beside these MindFormers writes `meta.json`, which names the last one that is complete. Ranks are ordered by number, not
 by text; the set must be 0..n-1; all ranks must offer the same step. Graphs (`.meta`), strategy files and what is not
-finished (`.tmp`) are not taken for weights. What does not live here: joining the ranks' tensors, which takes a layout,
-and how many ranks there must be, which the layout says.
+finished (`.tmp`) are not taken for weights. MindFormers' newer folders, with all ranks in one `iteration_N`, make the
+same set (`mindformers_ranks.py`). What does not live here: joining the ranks' tensors, which takes a layout, and how
+many ranks there must be, which the layout says.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from ckptkit.errors import CorruptError, CoverageError, UsageError
 from ckptkit.formats import files
 from ckptkit.formats.base import Checkpoint
 from ckptkit.formats.folder import file_names, natural, rank_folders
+from ckptkit.formats.mindformers_folder import is_checkpoint
+from ckptkit.formats.mindformers_ranks import Iteration, open_iteration
 from ckptkit.formats.rank_names import HOLE, RankFile, common_pattern, parse, refuse_exchanged, run_of, says_step
 from ckptkit.formats.registry import open_checkpoint
 
@@ -42,6 +45,7 @@ class RankSet:
     rank's number goes (`CKP_rank_{rank}-1_10.ckpt`), or empty when the ranks' names differ in more. `resume` has the
     `meta.json` of the ranks that have one. `thinned`: the files say that MindSpore saved them with `remove_redundancy`,
     so that of the ranks with equal parts of a tensor only one, any one, holds it. A .ckpt file does not say so.
+    `iteration` is what a newer folder of MindFormers says, its layout included; None for `rank_N` folders.
     """
 
     folder: Path
@@ -51,6 +55,7 @@ class RankSet:
     pattern: str
     resume: Mapping[int, LastSave]
     thinned: bool
+    iteration: Iteration | None = None
 
     @property
     def keeps_step(self) -> bool:
@@ -81,7 +86,15 @@ class _Choice:
 
 
 def find_ranks(folder: Path) -> dict[int, Path]:
-    """Return the `rank_N` folders in `folder` by number; {} when there are none."""
+    """Return the folders of ranks in `folder` by number; {} when there are none.
+
+    In a newer folder of MindFormers all ranks share one, and `folder` itself stands for them.
+    """
+    found = _rank_folders(folder)
+    return {0: folder} if not found and is_checkpoint(folder) else found
+
+
+def _rank_folders(folder: Path) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for name in rank_folders(folder):
         rank = int(name.removeprefix("rank_"))
@@ -107,7 +120,9 @@ def open_ranks(folder: Path, *, step: int | None = None) -> RankSet:
     Where a folder has files of several runs, `meta.json` says which run was the last. Raises CoverageError when ranks
     are missing or do not agree, UsageError when it is not clear which file counts.
     """
-    folders = find_ranks(folder)
+    folders = _rank_folders(folder)
+    if not folders and is_checkpoint(folder):
+        return _open_iteration(folder, step)
     if not folders:
         raise _no_ranks(folder)
     missing = sorted(set(range(max(folders) + 1)) - set(folders))
@@ -130,6 +145,14 @@ def open_ranks(folder: Path, *, step: int | None = None) -> RankSet:
     ranks = {rank: open_checkpoint(choice.file.path) for rank, choice in chosen.items()}
     thinned = any(checkpoint.metadata.get("remove_redundancy") == "True" for checkpoint in ranks.values())
     return RankSet(folder, ranks, tuple(notes), saved[0], pattern, resume, thinned)
+
+
+def _open_iteration(folder: Path, step: int | None) -> RankSet:
+    """Open an iteration of a newer folder of MindFormers; `RankSet.folder` is where a manifest of it lies."""
+    iteration, ranks, notes, thinned = open_iteration(folder, step)
+    epoch = (iteration.common or {}).get("epoch_num")
+    saved = None if iteration.number is None else (epoch if isinstance(epoch, int) else 0, iteration.number)
+    return RankSet(iteration.place.root, ranks, tuple(notes), saved, "", {}, thinned, iteration)
 
 
 def _no_ranks(folder: Path) -> UsageError:

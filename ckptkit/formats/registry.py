@@ -23,6 +23,7 @@ from ckptkit.types import TensorInfo, TensorSpec
 HF = "hf"
 MINDSPORE_SAFETENSORS = "mindspore-safetensors"
 CKPT = "ckpt"
+MINDFORMERS = "mindformers"  # a folder of its newer kind, which `commands/sharding.py` lays out
 STATE = "training_state"  # the folder of such tensors beside HuggingFace weights
 
 _STATE_FILE = re.compile(r"state-\d{5}-of-(\d{5})\.safetensors")

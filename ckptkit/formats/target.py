@@ -73,6 +73,8 @@ def check_replaceable(target: Path, *, overwrite: bool) -> None:
     try:
         manifest = read_manifest(real)
         why = "" if manifest else f"it holds no {MANIFEST}, so it is no result of ckptkit"
+        if manifest and manifest.get("adopted"):
+            manifest, why = None, f"its {MANIFEST} was written by `check --adopt`, for a checkpoint of somebody else"
     except CorruptError as error:
         manifest, why = None, f"what ckptkit wrote there cannot be told: {error.what}"
     if foreign := list(islice(_files_without(real, named_files(manifest) if manifest else set()), SHOWN_ITEMS)):

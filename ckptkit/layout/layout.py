@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ckptkit.errors import UsageError
-from ckptkit.types import TensorLayout
+from ckptkit.layout.slices import num_opt_shards, num_parts, shard_index, unused_axes
+from ckptkit.types import Shape, TensorLayout
 
 MAX_RANKS = 1 << 16  # far above every cluster: more are a slip of the pen, and would take hours to plan
 
@@ -59,6 +60,39 @@ class Layout:
 def replicated(num_axes: int, devices: int) -> TensorLayout:
     """Return the layout of a tensor that every device of a stage holds whole."""
     return TensorLayout((devices,), ((),) * num_axes)
+
+
+def slice_number(layout: TensorLayout, device: int) -> int:
+    """Return the number of the part that `device` holds: row-major, in the grid of all parts."""
+    number = 0
+    for index, count in zip(shard_index(layout, device), num_parts(layout), strict=True):
+        number = number * count + index
+    return number
+
+
+def without_opt_shard(layout: TensorLayout) -> TensorLayout:
+    """Return a layout that gives each device the same part, and says so by its map alone.
+
+    An optimizer shard cuts axis 0 over the device axes that nothing else uses, the last one the least significant; they
+    become the last entries of the map of axis 0. A device axis that it uses in part becomes two, the second one used.
+    """
+    shards = num_opt_shards(layout)
+    if shards == 1:
+        return TensorLayout(layout.dev_matrix, layout.tensor_map)
+    sizes: list[list[int]] = [[size] for size in layout.dev_matrix]
+    used: list[int] = []
+    for axis in reversed(unused_axes(layout)):
+        size = min(shards, layout.dev_matrix[axis])
+        shards //= size
+        if size > 1:
+            used.append(axis)
+        if 1 < size < layout.dev_matrix[axis]:
+            sizes[axis] = [layout.dev_matrix[axis] // size, size]
+    number = {axis: sum(map(len, sizes[axis + 1 :])) for axis in range(len(sizes))}  # of an axis, or of its second half
+    last = len(sizes) - 1
+    maps: list[Shape] = [tuple(number[last - m] for m in axes) for axes in layout.tensor_map]
+    maps[0] += tuple(number[axis] for axis in reversed(used))
+    return TensorLayout(tuple(size for axis in sizes for size in axis), tuple(maps))
 
 
 def check_num_ranks(count: int) -> None:

@@ -21,7 +21,7 @@ from ckptkit.cast import why_kept
 from ckptkit.errors import CoverageError
 from ckptkit.formats.base import Checkpoint
 from ckptkit.formats.io import same_values
-from ckptkit.formats.registry import HF, lay_out_checkpoint
+from ckptkit.formats.registry import CKPT, HF, MINDFORMERS, lay_out_checkpoint
 from ckptkit.mapping.expr import Leaf, leaves, substitute
 from ckptkit.mapping.rules import Rule, RuleSet
 from ckptkit.mapping.state import kinds_of_state
@@ -305,7 +305,7 @@ def _facts(
         "to": {
             "dialect": target_rules.dialect,
             "variant": target_rules.variant,
-            "format": "ckpt" if target.kind == "ckpt" else "safetensors",
+            "format": target.kind if target.kind in (CKPT, MINDFORMERS) else "safetensors",
             "tables": list(target_rules.table_files),
             "rules": rules_digest(target_rules, names),
         },

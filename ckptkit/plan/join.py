@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -30,7 +31,7 @@ Parameter: TypeAlias = Callable[[str], str | None]  # the weight that a name of 
 _Holder: TypeAlias = tuple[int, int, TensorLayout]  # rank, device in its stage, layout
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, so that `replicas_of` can be kept
 class Joined:
     """Whole tensors over shards: `exprs` by name; `shards` by stored name, those that are read.
 
@@ -46,6 +47,29 @@ class Joined:
     def same(self, a: TensorInfo, b: TensorInfo) -> bool:
         """Say whether two of `tensors` have the same shape, dtype and elements; reads both."""
         return equal(self.exprs[a.name], self.exprs[b.name], self.shards)
+
+    def parts_of(self, name: str) -> Iterator[tuple[Region, TensorInfo]]:
+        """Yield the shards that the whole tensor `name` is read from, each with the region that it is."""
+        expr = self.exprs[name]
+        yield from self._parts(expr, (0,) * len(expr.shape))
+
+    def _parts(self, expr: Expr, start: Shape) -> Iterator[tuple[Region, TensorInfo]]:
+        if isinstance(expr, Leaf):
+            yield Region.whole(expr.shape).shifted(start), self.shards[expr.name]
+            return
+        assert isinstance(expr.op, Concat), "shards are joined by concats alone"
+        axis = expr.op.axis
+        for child in expr.children:
+            yield from self._parts(child, start)
+            start = (*start[:axis], start[axis] + child.shape[axis], *start[axis + 1 :])
+
+    @cached_property
+    def replicas_of(self) -> Mapping[str, Sequence[Replica]]:
+        """The replicas of each whole tensor."""
+        found: dict[str, list[Replica]] = {}
+        for replica in self.replicas:
+            found.setdefault(replica.name, []).append(replica)
+        return found
 
 
 @dataclass(slots=True)

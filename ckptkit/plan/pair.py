@@ -8,28 +8,29 @@ store, and tensors that a table ignores for a written reason.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ckptkit.cast import common_dtype, why_kept
 from ckptkit.formats.base import Checkpoint
-from ckptkit.formats.io import same_values
 from ckptkit.mapping.expr import Expr, Leaf, leaves
 from ckptkit.mapping.rules import Rule, RuleSet, Tie
 from ckptkit.plan.express import express
-from ckptkit.plan.plan import Fate, OutputTensor, Plan
+from ckptkit.plan.plan import Fate, OutputTensor
 from ckptkit.types import TensorInfo, TensorSpec
 
-Kind = Literal["only_in_a", "only_in_b", "shape", "parts"]
+Kind = Literal["only_in_a", "only_in_b", "shape", "parts", "replica"]
 Side = Literal["hf", "dialect"]
+Same = Callable[[TensorInfo, TensorInfo], bool]
 _Row = tuple[Rule, Expr | None, tuple[str, ...]]  # what `express` yields
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A difference that needs no reading: a tensor without a partner, of another shape, or made of parts that do
-    not fit together. `name` is its name where it is stored, in B when it is in both; `text` says more, or is empty."""
+    """A difference that needs no reading: a tensor without a partner, of another shape, made of parts that do not fit
+    together, or with a replica that is no copy. `name` is its name where it is stored, in B when it is in both; `text`
+    says more, or is empty."""
 
     kind: Kind
     name: str
@@ -40,7 +41,8 @@ class Finding:
 class Pairing:
     """`outputs[i]`, made of A's tensors and named as in B, is to be compared with `others[i]` of B.
 
-    `benign` are tensors without a partner that are no difference, and why.
+    `benign` are tensors without a partner that are no difference, and why; `absent` those, as they are called in B,
+    that config.json and the table expect and neither side has.
     """
 
     outputs: list[OutputTensor] = field(default_factory=list)
@@ -48,35 +50,35 @@ class Pairing:
     findings: list[Finding] = field(default_factory=list)
     benign: list[Fate] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-    def plan(self) -> Plan:
-        """Return the plan that makes the outputs, for a sink that is no file."""
-        return Plan(tuple(self.outputs), (), {}, (), (), (), (), tuple(self.notes), {})
+    absent: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class Tied:
-    """Whether each side's head is its embedding, as its config.json says; None when nothing says so."""
+class Twins:
+    """Whether each side's head is its embedding, as its config.json says (None when nothing says so), and how two
+    tensors of that side are found to be bit-equal."""
 
-    a: bool | None = None
-    b: bool | None = None
+    a: bool | None
+    b: bool | None
+    same_a: Same
+    same_b: Same
 
 
-def pair_by_names(a: Checkpoint, b: Checkpoint, rules: RuleSet | None, tied: Tied) -> Pairing:
+def pair_by_names(a: Checkpoint, b: Checkpoint, rules: RuleSet | None, twins: Twins) -> Pairing:
     """Pair the tensors of equal names; `rules`, if known, are those of both sides."""
     left = {name: _whole(info) for name, info in a.tensors.items()}
     right = dict(b.tensors)
     result = Pairing()
     if rules is not None:
         _note_missing(rules, left, right, result)
-        _settle_ties(rules.ties, left, right, tied, result)
+        _settle_ties(rules.ties, left, right, twins, result)
         _pass_over_ignored(rules, {n for n in left if n not in right}, "a", left, result)
         _pass_over_ignored(rules, {n for n in right if n not in left}, "b", right, result)
     _join(left, right, result)
     return result
 
 
-def pair_by_rules(a: Checkpoint, b: Checkpoint, rules_a: RuleSet, rules_b: RuleSet, tied: Tied) -> Pairing:
+def pair_by_rules(a: Checkpoint, b: Checkpoint, rules_a: RuleSet, rules_b: RuleSet, twins: Twins) -> Pairing:
     """Pair what the tables make of A's tensors in B's naming with B's tensors."""
     result = Pairing()
     found = _fitting(a, rules_a, result)
@@ -85,7 +87,7 @@ def pair_by_rules(a: Checkpoint, b: Checkpoint, rules_a: RuleSet, rules_b: RuleS
     strays = {name: info for name, info in a.tensors.items() if name not in {r.target for r in rules_a.rules}}
     known = {rule.target for rule in rules_b.rules}
     left |= {name: _whole(info) for name, info in strays.items() if name in right and name not in known}
-    _settle_ties(rules_b.ties, left, right, tied, result)
+    _settle_ties(rules_b.ties, left, right, twins, result)
     alone = {name: _whole(info) for name, info in strays.items() if name not in left}
     _pass_over_ignored(rules_a, set(alone), "a", alone, result)
     _pass_over_ignored(rules_b, {n for n in right if n not in left and n not in known}, "b", right, result)
@@ -160,6 +162,7 @@ def _note_missing(
     twins = {tie.target for tie in rules.ties}
     stored = {*left, *right, *(finding.name for finding in result.findings)}
     neither = [r.target for r in rules.rules if not r.optional and r.target not in stored and r.target not in twins]
+    result.absent += neither
     if neither:
         more = f" and {len(neither) - 1} more" if len(neither) > 1 else ""
         result.notes.append(f"neither A nor B has `{neither[0]}`{more}, which {rules.table_files[-1]} expects")
@@ -199,7 +202,7 @@ def _pass_over_ignored(
 
 
 def _settle_ties(
-    ties: Sequence[Tie], left: dict[str, OutputTensor], right: dict[str, TensorInfo], tied: Tied, result: Pairing
+    ties: Sequence[Tie], left: dict[str, OutputTensor], right: dict[str, TensorInfo], twins: Twins, result: Pairing
 ) -> None:
     """Take out a twin that only one side stores, where it is bit-equal to the one that both have.
 
@@ -208,27 +211,24 @@ def _settle_ties(
     for tie in ties:
         for name, twin in ((tie.target, tie.target_twin), (tie.target_twin, tie.target)):
             a, b = (name in left, twin in left), (name in right, twin in right)
-            if a == (True, True) and b == (False, True) and tied.b and _equal(_one(left[name]), _one(left[twin])):
+            if a == (True, True) and b == (False, True) and twins.b and _equal(left[name], left[twin], twins.same_a):
                 result.benign.append(Fate(_one_name(left[name]), f"only in A: bit-equal to its tied twin `{twin}`"))
                 del left[name]
-            elif a == (False, True) and b == (True, True) and tied.a and _equal(right[name], right[twin]):
+            elif a == (False, True) and b == (True, True) and twins.a and twins.same_b(right[name], right[twin]):
                 result.benign.append(Fate(name, f"only in B: bit-equal to its tied twin `{twin}`"))
                 del right[name]
-            elif a == (True, False) and b == (False, True) and tied.a and tied.b:
+            elif a == (True, False) and b == (False, True) and twins.a and twins.b:
                 result.notes.append(f"`{twin}` of B is compared with its tied twin of A, `{_one_name(left[name])}`")
                 output = left.pop(name)
                 left[twin] = replace(output, spec=replace(output.spec, name=twin))
-
-
-def _one(output: OutputTensor) -> TensorInfo | None:
-    """Return the only tensor that an output is made of, or None."""
-    return next(iter(output.inputs.values())) if len(output.inputs) == 1 else None
 
 
 def _one_name(output: OutputTensor) -> str:
     return next(iter(output.inputs))
 
 
-def _equal(a: TensorInfo | None, b: TensorInfo | None) -> bool:
-    """Say whether two tensors are bit-equal, as far as that can be read in a straight line."""
-    return a is not None and b is not None and same_values(a, b)
+def _equal(a: OutputTensor, b: OutputTensor, same: Same) -> bool:
+    """Say whether two outputs, each made of one tensor, are bit-equal; one made of several is never a twin."""
+    if len(a.inputs) != 1 or len(b.inputs) != 1:
+        return False
+    return same(next(iter(a.inputs.values())), next(iter(b.inputs.values())))

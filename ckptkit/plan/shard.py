@@ -6,7 +6,7 @@ live here: what a layout says (`layout/`), and how a file is laid out (`formats/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -22,6 +22,8 @@ from ckptkit.report import tensors
 from ckptkit.types import Region, TensorInfo, TensorLayout, TensorSpec, item_bytes, value
 
 LayOut = Callable[[int, Sequence[TensorSpec]], OutputFile]  # rank, tensors -> its file
+Apart = tuple[Callable[[str], bool], LayOut]  # which tensors lie in a second file of each rank, and that file
+Holder = tuple[int, int, TensorLayout]  # rank, device in its stage, layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +52,18 @@ def place_on_ranks(
     *,
     parameter_of: Parameter,
     on_every_rank: Callable[[str], bool],
+    apart: Apart | None = None,
 ) -> Placement:
     """Return the files of the ranks, proved to hold every tensor whole.
 
     `parameter_of` names the weight whose layout optimizer state without one of its own follows; tensors for which
-    `on_every_rank` (counters of a training run) need no layout. Raises CoverageError when a tensor has no place, or
-    the layout one that is not there.
+    `on_every_rank` (counters of a training run) need no layout; those that are `apart` go into a file of their own.
+    Raises CoverageError when a tensor has no place, or the layout one that is not there.
     """
     held: list[list[_Piece]] = [[] for _ in range(layout.num_ranks)]
     homeless = []
     for whole in wholes:
-        holders = _holders(whole.spec, layout, parameter_of, on_every_rank)
+        holders = holders_of(whole.spec, layout, parameter_of, on_every_rank)
         if not holders:
             homeless.append(whole.spec.name)
         _hand_out(whole, holders, held)
@@ -72,12 +75,13 @@ def place_on_ranks(
             why="the layout names no tensor of the source for them",
             hint="give the strategy files of the net that will load this; or is the source another model?",
         )
-    return _files(held, lay_out)
+    return _files(held, lay_out, apart)
 
 
-def _holders(
+def holders_of(
     spec: TensorSpec, layout: Layout, parameter_of: Parameter, on_every_rank: Callable[[str], bool]
-) -> list[tuple[int, int, TensorLayout]]:
+) -> list[Holder]:
+    """Return who holds parts of a tensor; nobody when it has no place."""
     found = list(layout.ranks_of(spec.name))
     if not found and (parameter := parameter_of(spec.name)) is not None:
         axes, whole = len(spec.shape), replicated(len(spec.shape), layout.devices)
@@ -89,9 +93,7 @@ def _holders(
     return found
 
 
-def _hand_out(
-    whole: OutputTensor, holders: Sequence[tuple[int, int, TensorLayout]], held: Sequence[list[_Piece]]
-) -> None:
+def _hand_out(whole: OutputTensor, holders: Sequence[Holder], held: Sequence[list[_Piece]]) -> None:
     pieces: dict[Region, _Piece] = {}
     for rank, device, layout in holders:
         region = shard_region(whole.spec.name, layout, whole.spec.shape, device)
@@ -101,6 +103,13 @@ def _hand_out(
         held[rank].append(piece)
     if pieces:
         prove_tiling(whole.spec, pieces.keys())
+
+
+def part_of(whole: OutputTensor, region: Region) -> OutputTensor:
+    """Return the output that is `region` of a whole one."""
+    piece = _piece(whole, region)
+    spec = TensorSpec(whole.spec.name, region.shape, whole.spec.dtype)
+    return OutputTensor(spec, whole.file, whole.expr, piece.inputs, region, piece.read_bytes)
 
 
 def _piece(whole: OutputTensor, region: Region) -> _Piece:
@@ -156,21 +165,35 @@ def _check_places(
         )
 
 
-def _files(held: Sequence[Sequence[_Piece]], lay_out: LayOut) -> Placement:
+def _files(held: Sequence[Sequence[_Piece]], lay_out: LayOut, apart: Apart | None) -> Placement:
     outputs: list[OutputTensor] = []
     files: list[OutputFile] = []
     links: dict[str, str] = {}
     numbers: dict[tuple[int, ...], int] = {}  # by the pieces that a file holds
-    for rank, pieces in enumerate(held):
+    for rank, pieces, laid_out in _by_file(held, lay_out, apart):
         content = tuple(id(piece) for piece in pieces)
         specs = [TensorSpec(p.whole.spec.name, p.region.shape, p.whole.spec.dtype) for p in pieces]
         if content in numbers:
-            links[lay_out(rank, []).name] = files[numbers[content]].name
+            links[laid_out(rank, []).name] = files[numbers[content]].name
             continue
         number = numbers[content] = len(files)
-        files.append(lay_out(rank, specs))
+        files.append(laid_out(rank, specs))
         outputs += [
             OutputTensor(spec, number, piece.whole.expr, piece.inputs, piece.region, piece.read_bytes)
             for spec, piece in zip(specs, pieces, strict=True)
         ]
     return Placement(tuple(outputs), tuple(files), links)
+
+
+def _by_file(
+    held: Sequence[Sequence[_Piece]], lay_out: LayOut, apart: Apart | None
+) -> Iterator[tuple[int, Sequence[_Piece], LayOut]]:
+    """Yield what each file holds: its rank, its pieces, and how it is laid out."""
+    for rank, pieces in enumerate(held):
+        if apart is None:
+            yield rank, pieces, lay_out
+            continue
+        is_apart, lay_out_apart = apart
+        for others, laid_out in ((False, lay_out), (True, lay_out_apart)):
+            if some := [piece for piece in pieces if is_apart(piece.whole.spec.name) == others]:
+                yield rank, some, laid_out

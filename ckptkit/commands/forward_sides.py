@@ -1,0 +1,173 @@
+"""What runs each side of level forward: its config.json, naming, runner, device and job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from ckptkit.commands.choose import Spoke, choose_source
+from ckptkit.commands.sides import Asked, Sides, own_config
+from ckptkit.commands.source import Source, find_config
+from ckptkit.errors import UsageError
+from ckptkit.formats.files import listed
+from ckptkit.mapping.rules import resolve
+from ckptkit.mapping.tables import Tables
+from ckptkit.verification.forward import stored_tensors
+from ckptkit.verification.layers import traced_input
+from ckptkit.verification.runners.devices import parse_device
+from ckptkit.verification.runners.expressible import MCORE, why_not
+from ckptkit.verification.runners.facts import read_facts
+from ckptkit.verification.runners.job import Input, Job
+
+Runner = Literal["auto", "builtin", "mindformers"]
+Steps = Callable[[int], Callable[[str], None]]  # the number of steps -> a function that is told of each
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The device of each side."""
+
+    a: str = "cpu"
+    b: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side as it is run. `why` says why this runner; `left_out` are tensors that a table ignores."""
+
+    source: Source
+    config: Mapping[str, Any]
+    spoke: Spoke
+    runner: str
+    why: str
+    device: str
+    left_out: tuple[str, ...]
+
+    @property
+    def folder(self) -> Path:
+        return self.source.checkpoint.folder
+
+    @property
+    def windows(self) -> list[int]:
+        """The sizes of its sliding windows, as its config.json says."""
+        found = read_facts(self.config).reading()["window"]
+        return [size for size in dict.fromkeys(found) if size is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much of a network is run: block by block (`stream`), some `layers` alone, and whether its inside is shown."""
+
+    stream: bool = False
+    layers: tuple[int, ...] | None = None
+    inside: bool = False
+
+
+WHOLE = Extent()
+
+
+def side_of(sides: Sides, label: Literal["a", "b"], runner: Runner, device: str, extent: Extent = WHOLE) -> Side:
+    """Return a side of two as it is to be run; UsageError when nothing here can run it."""
+    source, spoke = (sides.a, sides.spoke_a) if label == "a" else (sides.b, sides.spoke_b)
+    config = sides.own_config(source) or sides.config
+    if config is None:
+        raise UsageError(
+            "level forward needs the model's config.json, and neither A nor B has one beside it",
+            hint="pass `--config FOLDER`, or stop before it with `--level weights`",
+        )
+    return _side(source, config, spoke, sides.tables, (runner, extent), device, f"--device-{label}")
+
+
+def one_side(source: Source, asked: Asked, tables: Tables, runner: Runner, device: str, extent: Extent = WHOLE) -> Side:
+    """Return a checkpoint that is run alone."""
+    config = find_config(source, asked.config)[0] if asked.config else own_config(source.checkpoint)
+    if config is None:
+        raise UsageError("level forward needs the model's config.json", hint="pass `--config FOLDER`")
+    spoke: Spoke = ("", "")
+    try:
+        family = tables.family(asked.model) if asked.model else tables.for_config(config)
+    except UsageError:
+        if asked.model:
+            raise
+    else:
+        options = ("--dialect-a", "--variant-a")
+        spoke = choose_source(source, tables, family, asked.dialect_a, asked.variant_a, options=options)
+    return _side(source, config, spoke, tables, (runner, extent), device, "--device-a")
+
+
+def _side(
+    source: Source, config: Mapping[str, Any], spoke: Spoke, tables: Tables, how: tuple[Runner, Extent], device: str,
+    option: str,
+) -> Side:  # fmt: skip
+    read_facts(config)  # which no network here can express is known before anything is read
+    spoke = spoke if spoke[0] else ("hf", "")
+    parse_device(device, option=option)
+    chosen, why = _runner(config, spoke, *how, device)
+    return Side(source, config, spoke, chosen, why, device, tuple(_ignored(source, config, spoke, tables)))
+
+
+def _ignored(source: Source, config: Mapping[str, Any], spoke: Spoke, tables: Tables) -> list[str]:
+    """Return the tensors that the tables leave behind for a written reason: no net takes them."""
+    try:
+        rules = resolve(tables.for_config(config), config, *spoke)
+    except UsageError:
+        return []
+    where: Literal["hf", "dialect"] = "hf" if spoke[0] == "hf" else "dialect"
+    return [name for name in source.checkpoint.tensors if rules.ignored(name, where) is not None]
+
+
+def _runner(config: Mapping[str, Any], spoke: Spoke, runner: Runner, extent: Extent, device: str) -> tuple[str, str]:
+    """Return the runner of a side, and why it is this one."""
+    if runner not in ("auto", "builtin", "mindformers"):
+        raise UsageError(f"unknown runner `{runner}`", hint="`auto`, `builtin` or `mindformers`")
+    if spoke[0] == "hf":
+        lacking = [name for name in ("torch", "transformers") if find_spec(name) is None]
+        if not lacking:
+            return "torch", "HuggingFace's naming"
+        if find_spec("mindspore") is None:
+            raise _not_installed(lacking)
+        return "builtin", f"{listed(lacking)} not installed"
+    if find_spec("mindspore") is None:
+        raise _not_installed(["mindspore"])
+    reason = why_not(config, *spoke, device)
+    if extent.stream or extent.layers is not None:
+        reason = reason or "its network runs whole"
+    if extent.inside and spoke[0] == MCORE:
+        reason = reason or "its graph does not show what happens inside"
+    if find_spec("mindformers") is None:
+        reason = "mindformers is not installed"
+    if runner == "mindformers":
+        if reason is not None:
+            raise UsageError(f"MindFormers cannot run this side: {reason}", hint="use `--runner builtin`")
+        return "mindformers", "as told"
+    if runner == "auto" and reason is None and spoke[0] == MCORE:
+        reason = "its mcore attention computes in float16 (`--runner mindformers` takes it all the same)"
+    if runner == "auto" and reason is None:
+        return "mindformers", "its own model can express config.json"
+    return "builtin", "as told" if runner == "builtin" else f"not mindformers: {reason}"
+
+
+def _not_installed(names: Sequence[str]) -> UsageError:
+    return UsageError(
+        f"level forward runs both frameworks, and not all are installed: {', '.join(names)}",
+        hint='`pip install "ckptkit-mindspore[verify]"`; or run each side where it is, with `--dump` and `--against`',
+    )
+
+
+def make_job(
+    side: Side, inputs: Sequence[Input], extent: Extent, *, rounded: Mapping[str, str], sensitivity: bool
+) -> Job:
+    """Return what a side's runner is told."""
+    manifest = side.source.manifest or {}
+    padded = manifest.get("layout", {}).get("padded", {})
+    rows = {name: int(sizes[0]) for name, sizes in padded.items()}
+    tensors = stored_tensors(side.source.checkpoint, side.source.joined, rounded=rounded, rows=rows)
+    left_out = set(side.left_out)
+    kept = tuple(tensor for tensor in tensors if tensor.name not in left_out)
+    trace = traced_input(inputs) if extent.inside else ""
+    return Job(
+        side.config, *side.spoke, side.device, kept, tuple(inputs), sensitivity, trace, extent.stream, extent.layers
+    )

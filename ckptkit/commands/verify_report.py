@@ -1,0 +1,313 @@
+"""The report of `ckptkit verify`: level by level, as text and as data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from ckptkit.commands.diff_report import cast_text, side_data, side_text
+from ckptkit.commands.forward_sides import Side
+from ckptkit.commands.layers_report import add_layers, layers_data
+from ckptkit.commands.sides import Sides
+from ckptkit.formats.manifest import MANIFEST
+from ckptkit.report import Report, fold_names, human_bytes, listed
+from ckptkit.verification.files import Sound
+from ckptkit.verification.forward import Dump, Forward, Row
+from ckptkit.verification.layers import Layers
+from ckptkit.verification.logits import ROUNDINGS
+from ckptkit.verification.runners.job import Result
+from ckptkit.verification.weights import Compared, LoadStatus, Parameter, Status
+
+_WORDS: dict[Status, str] = {
+    "loaded": "loaded, equal in every byte",
+    "dtype": "loaded, of another dtype, and what differs is what that rounds",
+    "value": "whose values differ",
+    "shape": "of another shape",
+    "missing": "missing in B",
+    "unexpected": "unexpected: A has nothing for them",
+}
+
+
+@dataclass(slots=True)
+class Found:
+    """What was found, as far as the levels went. `b` is the second checkpoint, or the dump that A was run for."""
+
+    level: str
+    a: Path
+    b: Path
+    sides: Sides | None
+    files: list[Sound] = field(default_factory=list)
+    unlike: list[str] = field(default_factory=list)
+    compared: Compared | None = None
+    status: LoadStatus | None = None
+    runners: list[Side] = field(default_factory=list)
+    dump: Dump | None = None
+    forward: Forward | None = None
+    layers: Layers | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[str]:
+        """The levels that found a difference."""
+        found = []
+        if self.unlike:
+            found.append("files")
+        if self.status is not None and not self.status.ok:
+            found.append("weights")
+        if (self.forward is not None and not self.forward.ok) or self.unsound:
+            found.append("forward")
+        if self.layers is not None and not self.layers.ok:
+            found.append("layers")
+        return found
+
+    @property
+    def unsound(self) -> list[str]:
+        """What is wrong with a checkpoint that was run alone."""
+        if self.dump is None:
+            return []
+        result = self.dump.result
+        rows = result.inputs
+        wrong = [] if result.loaded else ["not every parameter was loaded"]
+        wrong += [f"{row.name}: {row.not_finite} logits are NaN or inf" for row in rows if row.not_finite]
+        return wrong + [f"{r.name}: two runs do not give the same bits" for r in rows if not (r.repeated or r.skipped)]
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed
+
+
+def report_on(found: Found) -> Report:
+    """Return the report; exit code 1 when a level found a difference."""
+    report = Report("verify", _headline(found), exit_code=0 if found.ok else 1)
+    sides = found.sides
+    if sides is not None:
+        report.add("A", side_text(sides.a, sides.spoke_a))
+        report.add("B", side_text(sides.b, sides.spoke_b))
+    _add_files(report, found)
+    if found.status is not None and found.compared is not None:
+        _add_weights(report, found.status, found.compared)
+    _add_forward(report, found)
+    if found.layers is not None:
+        add_layers(report, found.layers)
+    elif found.level == "layers" and found.forward is not None and found.dump is None:
+        report.add("layers", "not compared: a side was not run, or shows nothing of its inside")
+    notes = [*found.notes]
+    if sides is not None:
+        notes += [f"{label}: {n}" for label, s in (("A", sides.a), ("B", sides.b)) for n in s.checkpoint.notes]
+    notes += found.compared.pairing.notes if found.compared else []
+    for note in dict.fromkeys(notes):
+        report.add("note", note)
+    report.fill = lambda: _data(found, notes)
+    return report
+
+
+def _headline(found: Found) -> str:
+    if found.sides is None:
+        if found.forward is None:
+            what = "is in" if found.ok else "could not be run soundly; look at"
+            return f"the forward pass of `{found.a}` {what} `{found.b}`"
+        what = "agrees with" if found.ok else "differs from"
+        return f"the forward pass of `{found.a}` {what} the one in `{found.b}`"
+    pair = f"`{found.a}` and `{found.b}`"
+    if found.ok:
+        return f"{pair} are equal at level {found.level}"
+    last = "layers" if found.layers else "forward" if found.forward else "weights" if found.status else "files"
+    rest = "" if last == found.level else "; the levels after it were not tried (`--keep-going`)"
+    return f"{pair} differ at level {' and '.join(found.failed)}{rest}"
+
+
+def _add_files(report: Report, found: Found) -> None:
+    for label, sound in zip("AB", found.files, strict=False):
+        text = f"{sound.tensors} tensors, {human_bytes(sound.num_bytes)}: structure as the format demands"
+        if sound.compared:
+            text += f"; {sound.compared} have the bytes that {MANIFEST} promises"
+        else:
+            text += f"; no digests to compare with ({MANIFEST} has none, or is not there)"
+        report.add("files", f"{label}: {text}")
+        for line in sound.added:
+            report.add("files", f"{label}: {line}")
+    if found.sides is not None and found.sides.family is not None:
+        lines = [f"not as config.json says: {line}" for line in found.unlike]
+        for line in listed(lines) or ["shapes are as config.json says"]:
+            report.add("files", line)
+    elif found.sides is not None:
+        report.add("files", f"shapes were not compared with a config.json ({found.sides.how})")
+
+
+def _add_weights(report: Report, status: LoadStatus, compared: Compared) -> None:
+    counts = Counter(parameter.status for parameter in status.parameters)
+    whole = len(status.parameters)
+    for kind, word in _WORDS.items():
+        if counts[kind]:
+            report.add("weights", f"{counts[kind]} of {whole} parameters {word}")
+            for line in listed(list(_folded(status.parameters, kind))):
+                report.add("", f"  {line}")
+    if not counts:
+        report.add("weights", "there is no parameter on either side")
+    for names in (names for names in compared.shards.values() if names):
+        report.add("", f"  in {', '.join(listed(names))}")
+    reasons: dict[str, list[str]] = {}
+    for fate in status.benign:
+        reasons.setdefault(fate.reason, []).append(fate.name)
+    for reason, names in reasons.items():
+        for pattern, count in fold_names(names)[:4]:
+            report.add("benign", f"{_times(pattern, count)}: {reason}")
+        if len(fold_names(names)) > 4:
+            report.add("benign", f"  and {len(names)} in all for that reason")
+
+
+def _folded(parameters: Sequence[Parameter], kind: Status) -> Iterator[str]:
+    """Yield a line for each kind of parameter of that status, layers folded, with the largest figures."""
+    groups: dict[str, dict[str, Parameter]] = {}
+    for parameter in parameters:
+        if parameter.status == kind:
+            cast = cast_text(parameter.tally) if parameter.tally else ""
+            groups.setdefault(cast, {})[parameter.name] = parameter
+    for cast, named in groups.items():
+        for pattern, count in fold_names(named):
+            text = _times(pattern, count)
+            reasons = dict.fromkeys(parameter.text for parameter in named.values() if parameter.text)
+            if len(reasons) == 1 and (count == 1 or len(named) == count):
+                text += f": {next(iter(reasons))}"
+            yield f"{text}{f': {cast}' if cast else ''}"
+        if kind in ("value", "dtype"):
+            yield from _largest([p for p in named.values() if p.tally is not None])
+
+
+def _largest(parameters: Sequence[Parameter]) -> Iterator[str]:
+    tallies = [p.tally for p in parameters if p.tally is not None and p.tally.changed]
+    gaps = [(t.max_abs, t.max_relative) for t in tallies if t.max_abs is not None and t.max_relative is not None]
+    if tallies:
+        figures = f", max |a - b| {max(g[0] for g in gaps):.3g}, relative {max(g[1] for g in gaps):.3g}" if gaps else ""
+        yield f"{sum(t.changed for t in tallies)} elements differ{figures}"
+
+
+def _times(pattern: str, count: int) -> str:
+    return f"{pattern} x {count}" if count > 1 else pattern
+
+
+def _add_forward(report: Report, found: Found) -> None:
+    for label, side in zip("AB", found.runners, strict=False):
+        report.add("forward", f"{label}: runner {side.runner} on {side.device} ({side.why})")
+    if found.forward is not None:
+        pairs = [("A", found.forward.a.result), ("B", found.forward.b.result)]
+    else:
+        pairs = [("A", found.dump.result)] if found.dump else []
+    for label, result in pairs:
+        for line in _loaded(result):
+            report.add("forward", f"{label}: {line}")
+    for line in found.unsound:
+        report.add("forward", line)
+    if found.forward is None:
+        return
+    for key, (one, two) in found.forward.readings.items():
+        report.add("forward", f"{key} differs: {one} in A, {two} in B, as the networks read their config.json")
+    if found.forward.constants_differ and not found.forward.readings:
+        report.add("forward", "the rotary frequencies differ in their last place, which the bound allows for")
+    for line in _table(found.forward.rows):
+        report.add("logits", line)
+    if any(row.distance for row in found.forward.rows):
+        report.add(
+            "", f"(bound: {ROUNDINGS:g} times what one unit in the last place of every weight does; docs/verify.md)"
+        )
+
+
+def _table(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the distances of all inputs as the lines of a table."""
+    if not rows:
+        return
+    width = max(len("input"), *(len(row.name) for row in rows))
+    numbers = "{:>6}  {:>8}  {:>8}  {:>9}  {:>8}  {:>7}  {:>9}  {:>9}"
+    heads = ("tokens", "relative", "bound", "max |a-b|", "1-cosine", "KL", "top-1", "top-5")
+    yield f"{'input':<{width}}  {numbers.format(*heads)}"
+    for row in rows:
+        found = row.distance
+        if found is None:
+            text = f"not compared: {row.skipped}" if row.skipped else f"WRONG: {row.why}"
+            yield f"{row.name:<{width}}  {row.tokens:>6}  {text}"
+            continue
+        figures = (f"{found.relative:.1e}", f"{row.bound:.1e}", f"{found.max_abs:.1e}", f"{abs(1 - found.cosine):.0e}",
+                   f"{found.kl:.0e}", f"{found.top1}/{found.tokens}", f"{found.top5}/{found.tokens}")  # fmt: skip
+        yield f"{row.name:<{width}}  {numbers.format(row.tokens, *figures)}"
+        if row.why:
+            yield f"  WRONG: {row.why}; the worst is position {found.worst}"
+
+
+def _loaded(result: Result) -> Iterator[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    if result.loaded:
+        yield f"{result.parameters} parameters loaded, none missing, none left over; {versions}"
+    else:
+        yield f"not run: {versions}"
+    for what, names in (
+        ("missing, NaN before loading and after", result.missing),
+        ("unexpected, no parameter takes it", result.unexpected),
+        ("not what its file holds, once all is loaded", result.altered),
+        ("of another shape", [f"{name}: {net} in the network, {file} stored" for name, net, file in result.shapes]),
+    ):
+        for line in listed([_times(pattern, count) for pattern, count in fold_names(names)]):
+            yield f"  {what}: {line}"
+    for pattern, count in fold_names(name for name, _ in result.benign):
+        yield f"  in the network only, and no weight: {_times(pattern, count)}"
+    yield from result.notes
+
+
+def _data(found: Found, notes: Sequence[str]) -> dict[str, Any]:
+    sides = found.sides
+    data: dict[str, Any] = {"level": found.level, "failed": found.failed, "notes": list(dict.fromkeys(notes))}
+    if sides is not None:
+        data |= {"a": side_data(found.a, sides.a, sides.spoke_a), "b": side_data(found.b, sides.b, sides.spoke_b)}
+    else:
+        data |= {"a": {"path": str(found.a)}, "b": {"path": str(found.b)}}
+    data["files"] = [asdict(sound) for sound in found.files]
+    data["unlike_config"] = found.unlike
+    if found.status is not None:
+        data["parameters"] = [_parameter_data(parameter) for parameter in found.status.parameters]
+        data["benign"] = [[fate.name, fate.reason] for fate in found.status.benign]
+        data["shards"] = [name for names in found.compared.shards.values() for name in names] if found.compared else []
+    forward = found.forward
+    if forward is not None or found.dump is not None:
+        pairs = [("a", forward.a.result), ("b", forward.b.result)] if forward else []
+        pairs = pairs or ([("a", found.dump.result)] if found.dump else [])
+        data["forward"] = {
+            "runners": [{"runner": s.runner, "why": s.why, "device": s.device} for s in found.runners],
+            **{label: asdict(result) for label, result in pairs},
+            "readings": {k: list(v) for k, v in forward.readings.items()} if forward else {},
+            "inputs": [_row_data(row) for row in forward.rows] if forward else [],
+        }
+    if found.layers is not None:
+        data["layers"] = layers_data(found.layers)
+    return data
+
+
+def _parameter_data(parameter: Parameter) -> dict[str, Any]:
+    tally = parameter.tally
+    figures: dict[str, Any] = {}
+    if tally is not None:
+        figures = {
+            "shape": list(tally.theirs.shape),
+            "dtypes": [tally.mine.dtype, tally.theirs.dtype],
+            "changed": tally.changed,
+            "max_abs": _number(tally.max_abs),
+            "max_relative": _number(tally.max_relative),
+        }
+    return {"name": parameter.name, "status": parameter.status, "text": parameter.text, **figures}
+
+
+def _row_data(row: Row) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "name": row.name, "tokens": row.tokens, "skipped": row.skipped, "wrong": row.why, "bound": row.bound,
+        "sensitivity": row.sensitivity,
+    }  # fmt: skip
+    if row.distance is not None:
+        data |= asdict(row.distance) | {"relative": _number(row.distance.relative)}
+    return data
+
+
+def _number(value: float | None) -> float | None:
+    """Return a figure as JSON has it: no inf and no NaN."""
+    return value if value is not None and isfinite(value) else None

@@ -1,0 +1,199 @@
+"""The report of `ckptkit verify` as one HTML page that needs no network: what `--html FILE` writes.
+
+The page holds the report's data once, as JSON, and plotly.js, packed. Its tables are made here with Jinja2, so they
+are read without JavaScript too; the chart and the filter are `templates/verify.js`, which reads that JSON. Names come
+from checkpoints and are not trusted: Jinja2 escapes them, and by the page's content security policy a browser runs
+the two scripts that this module put there, known by their digests, and fetches nothing. What does not live here:
+what the page says of the data (`page_parts.py`), and what the figures mean (docs/verify.md).
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptkit import __version__
+from ckptkit.errors import UsageError, printable
+from ckptkit.formats.disk import disk_error, fsync_folder, write_file
+from ckptkit.report import fold_names, human_bytes
+from ckptkit.verification import page_parts as parts
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+GENERATOR = "ckptkit verify --html"
+_HEAD_BYTES = 1024  # the generator is named among the first of them
+
+
+def write_page(data: Mapping[str, Any], file: Path, command: str, *, overwrite: bool = False) -> None:
+    """Write the page about `data`, which is `Report.data` of verify, to `file`; it appears whole or not at all.
+
+    `command` is the shell's line that makes the report again. An older page at `file` is replaced, any other file only
+    with `overwrite`. Raises UsageError as `check_page` does, and ResourceError when the disk fails.
+    """
+    check_page(file, overwrite=overwrite)
+    made = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    try:
+        write_file(made, page(data, command).encode())
+        made.replace(file)
+        fsync_folder(file.absolute().parent)
+    except OSError as error:
+        raise disk_error(error, file) from error
+    finally:
+        made.unlink(missing_ok=True)
+
+
+def check_page(file: Path, *, overwrite: bool = False) -> None:
+    """Raise UsageError when no page may be written to `file`, or none can be made; to be asked before a long run."""
+    try:
+        import jinja2  # noqa: F401
+        import plotly  # type: ignore[import-untyped]  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"`--html` needs {error.name}, which is not installed",
+            hint="pip install 'ckptkit-mindspore[verify]'",
+        ) from error
+    if not file.absolute().parent.is_dir():
+        raise UsageError(f"cannot write `{file}`: there is no folder `{file.absolute().parent}`", hint="make it first")
+    if not os.path.lexists(file):
+        return
+    if not file.is_file() and not (file.is_symlink() and not file.exists()):
+        raise UsageError(f"`{file}` is there, and is no file", hint="name another file")
+    if not (overwrite or _is_page(file)):
+        raise UsageError(
+            f"`{file}` exists, and is no page that `{GENERATOR}` made",
+            hint="name another file, or pass `--overwrite` to replace it",
+        )
+
+
+def _is_page(file: Path) -> bool:
+    try:
+        with file.open("rb") as stream:
+            return f'name="generator" content="{GENERATOR}'.encode() in stream.read(_HEAD_BYTES)
+    except OSError:
+        return False
+
+
+def page(data: Mapping[str, Any], command: str) -> str:
+    """Return the page as text that UTF-8 can encode."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
+
+    plain: dict[str, Any] = _finite(data)
+    library, script = get_plotlyjs(), _asset("verify.js")
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, finalize=_printable, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "figure": _figure,
+        "words": _words,
+        "folded": _folded,
+        "gap": _gap,
+        "coded": _coded,
+        "bytes": human_bytes,
+    }
+    parameters = plain.get("parameters", [])
+    return environment.from_string(_asset("verify.html.j2")).render(
+        generator=f"{GENERATOR} {__version__}",
+        policy=f"default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; base-uri 'none'; "
+        f"form-action 'none'; script-src {_digest(script)} {_digest(library)}",
+        style=Markup(_asset("verify.css")),
+        script=Markup(script),
+        json=Markup(_json(plain)),
+        plotly=b64encode(gzip.compress(library.encode(), mtime=0)).decode(),
+        data=plain,
+        layers=plain.get("layers"),
+        forward=plain.get("forward", {}),
+        inputs=plain.get("forward", {}).get("inputs", []),
+        shards=plain.get("shards", []),
+        benign=plain.get("benign", []),
+        command=command,
+        verdict=parts.verdict(plain),
+        levels=parts.levels(plain),
+        counts=parts.counts(parameters),
+        status_words=parts.STATUS,
+        groups=parts.groups(parameters),
+        sides=parts.sides(plain),
+        rows_of=parts.rows_of,
+        notes=parts.notes(plain),
+    )
+
+
+def _asset(name: str) -> str:
+    return (files("ckptkit.verification") / "templates" / name).read_text("utf-8")
+
+
+def _digest(script: str) -> str:
+    """Return a script as a content security policy names it."""
+    return f"'sha256-{b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    """Return JSON in ASCII in which nothing ends a script element or begins a comment."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _finite(value: Any) -> Any:
+    """Return data without inf and NaN, which JSON has no numbers for: they become words."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not isfinite(value):
+        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _printable(value: Any) -> Any:
+    """Escape what cannot be printed in a text: line breaks, marks that turn the reading direction, half characters."""
+    return printable(value) if type(value) is str else value
+
+
+def _figure(value: Any, shown: str = "") -> Markup:
+    """Return a number as people read it, with all digits that `--json` has in the element's `value`."""
+    from markupsafe import Markup
+
+    if value is None:
+        return Markup("&ndash;")
+    exact = value if isinstance(value, str) else json.dumps(value)
+    shown = shown or (f"{value:.3g}" if isinstance(value, float) else exact)
+    return Markup('<data value="{}">{}</data>').format(exact, shown)
+
+
+def _gap(cosine: Any) -> str:
+    return f"{abs(1 - cosine):.0e}" if isinstance(cosine, float) else str(cosine)
+
+
+def _coded(text: str) -> Markup:
+    """Return a text with what stands in backticks as code."""
+    from markupsafe import Markup
+
+    pieces = printable(text).split("`")
+    marked = [Markup("<code>{}</code>").format(piece) if at % 2 else piece for at, piece in enumerate(pieces)]
+    return Markup("").join(marked) if len(pieces) % 2 else Markup("{}").format(printable(text))
+
+
+def _words(value: Any) -> str:
+    """Return a value of the config or of the settings in a few words; a list of one value says it once."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_words(item)}" for key, item in value.items())
+    if isinstance(value, list):
+        words = [_words(item) for item in value]
+        return f"{words[0]} (all {len(words)})" if len(words) > 1 and len(set(words)) == 1 else ", ".join(words)
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
+    return str(value)
+
+
+def _folded(names: Sequence[str]) -> list[str]:
+    return [f"{pattern} x {count}" if count > 1 else pattern for pattern, count in fold_names(names)]

@@ -1,0 +1,360 @@
+"""What every runner does, whatever its framework: poison, load, check what was loaded, run each input twice.
+
+A framework gives a `Net`; the rest is here. A network runs as one block, or streamed: block after block, each loaded,
+run for all inputs and freed, so that one block is in memory at a time. Both ways run the same arithmetic in the same
+order. What does not live here: the process (`main.py`). Shapes: T tokens, H hidden, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import sys
+import time
+import zlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from ckptkit.errors import UsageError
+from ckptkit.formats.disk import file_digest, write_file
+from ckptkit.formats.file_pool import FilePool
+from ckptkit.verification.runners.job import (
+    REPORT,
+    SCHEMA,
+    Floats,
+    Input,
+    InputResult,
+    Job,
+    Result,
+    Stored,
+    TapResult,
+)
+
+STEP = "ckptkit-step: "  # begins a line on stderr that tells the parent process of a step
+WHOLE = "all"  # the block that is the whole network
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")  # in names of parameters, in every dialect
+_BLOCK = 1 << 20  # elements that are nudged at a time
+_UNREADABLE = frozenset({"F64", "I64", "U64", "I32", "U32", "C64", "STR"})
+
+Tap: TypeAlias = Callable[[str, Any], None]  # the name of an output inside of the network, and its values (T, H)
+Walk: TypeAlias = Generator[
+    str, None, Floats
+]  # the name of each block, before it is run; then the logits, as the iterator's value
+
+
+class Net(Protocol):
+    """A network in fp32, ready to run forward: no dropout, plain attention, no cache, no reduced matmul precision.
+
+    Names of parameters are those of the checkpoint's dialect; a parameter that two names share has one here.
+    `constants` are no parameters of a checkpoint but enter the arithmetic (rotary frequencies): `get` and `put` take
+    their names too. `reading` is what the network takes config.json for, with the keys and types of `Facts.reading`.
+    """
+
+    runner: str
+    versions: dict[str, str]
+    settings: dict[str, Any]
+    reading: dict[str, Any]
+    notes: list[str]
+    takes_positions: bool
+    constants: Sequence[str]
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return every parameter with its shape."""
+
+    def blocks(self) -> Sequence[tuple[str, Sequence[str]]]:
+        """Return what runs one after another, each with the names of the parameters that it needs.
+
+        It is one block, or, where the job says `stream`, the embedding, each layer, and the head.
+        """
+
+    def benign(self, name: str) -> str | None:
+        """Say why a parameter may be in no checkpoint; None when it must be loaded."""
+
+    def twin(self, name: str) -> str | None:
+        """Return the parameter that a tensor `name`, which has none of its own, must equal (a tied head); or None."""
+
+    def put(self, name: str, values: Floats) -> None:
+        """Set a parameter, of the same shape."""
+
+    def get(self, name: str) -> Floats:
+        """Return a copy of a parameter that is set."""
+
+    def free(self, names: Sequence[str]) -> None:
+        """Give back the memory of parameters until they are set again."""
+
+    def walk(self, ids: Sequence[int], positions: Sequence[int] | None, tap: Tap | None) -> Walk:
+        """Run one sequence: yield each block's name before it runs, return the logits (T, V).
+
+        `tap` is given `embedding`, for each layer `layers.N.attention` and `layers.N.mlp` (what each adds) and
+        `layers.N` (the block's output), and `norm` (of the last one), in float32.
+        """
+
+
+@dataclass(slots=True)
+class _Run:
+    """One input on its way: its walks through the network as it is, twice, and with nudged weights and constants."""
+
+    number: int
+    item: Input
+    row: InputResult
+    walks: dict[str, Walk] = field(default_factory=dict)
+    nudged_logits: Floats | None = None
+
+
+def run_net(net: Net, job: Job, out: Path) -> Result:
+    """Load the job's tensors into `net`, run its inputs, write logits and report to `out`; return the report."""
+    result = Result(net.runner, job.device, net.versions, net.settings, net.reading, list(net.notes))
+    result.constants = {name: net.get(name).reshape(-1).tolist() for name in net.constants}
+    tensors = _compare_names(net, job, result)
+    if result.loaded:
+        runs = _start(net, job, result, out)
+        with FilePool() as pool:
+            for number, (block, names) in enumerate(net.blocks()):
+                began = time.monotonic()
+                _load(net, names, tensors, result, pool)
+                result.load_seconds += time.monotonic() - began
+                if not result.loaded:
+                    break
+                _advance(net, runs, names, out, first=number == 0)
+                if job.stream:
+                    net.free(names)
+                    print(f"{STEP}{net.runner}: {block}", file=sys.stderr, flush=True)
+    if not result.loaded:
+        result.inputs, result.taps = [], []
+    result.peak_bytes = _peak_bytes()
+    write_report(result, out)
+    return result
+
+
+def as_one(walk: Walk) -> Walk:
+    """Return a walk that runs all blocks as one."""
+    yield WHOLE
+    while True:
+        try:
+            next(walk)
+        except StopIteration as end:
+            logits_TV: Floats = end.value
+            return logits_TV
+
+
+def write_report(result: Result, out: Path) -> None:
+    """Write the report; it comes last, so a folder that has one is complete."""
+    write_file(out / REPORT, json.dumps({"schema": SCHEMA, **asdict(result)}, indent=1).encode())
+
+
+def _compare_names(net: Net, job: Job, result: Result) -> dict[str, list[Stored]]:
+    """Compare the names and shapes of tensors and parameters; return the tensors of each parameter, twins last."""
+    shapes = net.shapes()
+    result.parameters = len(shapes)
+    found: dict[str, list[Stored]] = {}
+    for tensor in job.tensors:
+        name = tensor.name if tensor.name in shapes else net.twin(tensor.name)
+        if name is None:
+            if not _is_left_out(tensor.name, job.layers):
+                result.unexpected.append(tensor.name)
+        elif shapes[name] != tensor.shape:
+            result.shapes.append((name, shapes[name], tensor.shape))
+        elif name == tensor.name:
+            found.setdefault(name, []).insert(0, tensor)
+        else:
+            found.setdefault(name, []).append(tensor)
+    given = {tensor.name for tensor in job.tensors}
+    for name in shapes:
+        reason = None if name in given else net.benign(name)
+        if reason is not None:
+            result.benign.append((name, reason))
+        elif name not in given:
+            result.missing.append(name)
+    return found
+
+
+def _is_left_out(name: str, layers: Sequence[int] | None) -> bool:
+    """Say whether a tensor is of a layer that is not run, where only some are."""
+    found = LAYER.search(name)
+    return layers is not None and found is not None and int(found[1]) not in layers
+
+
+def _load(
+    net: Net, names: Sequence[str], tensors: Mapping[str, Sequence[Stored]], result: Result, pool: FilePool
+) -> None:
+    """Fill parameters with NaN, then with their tensors; then compare each with its file, and with its twin's."""
+    shapes = net.shapes()
+    for name in names:
+        if net.benign(name) is None:
+            net.put(name, np.full(shapes[name], np.nan, np.float32))
+    for name in names:
+        if name in tensors:
+            net.put(name, _values(tensors[name][0], pool))
+    for name in names:
+        for tensor in tensors.get(name, ()):
+            if not np.array_equal(net.get(name).view(np.uint32), _values(tensor, pool).view(np.uint32)):
+                result.altered.append(tensor.name)
+
+
+def _values(tensor: Stored, pool: FilePool) -> Floats:
+    if tensor.dtype in _UNREADABLE:
+        raise UsageError(f"`{tensor.name}` is {tensor.dtype}, which no weight of these networks is")
+    return tensor.read(pool)
+
+
+def _start(net: Net, job: Job, result: Result, out: Path) -> list[_Run]:
+    """Return the runs of all inputs, each before its first block."""
+    runs = []
+    for number, item in enumerate(job.inputs):
+        row = InputResult(item.name)
+        result.inputs.append(row)
+        if item.positions is not None and not net.takes_positions:
+            row.skipped = f"{net.runner} takes no position ids"
+            continue
+        run = _Run(number, item, row)
+        traced = item.name == job.trace
+        taps = _Taps(number, out, result.taps) if traced else None
+        kinds = ["once", "again", *(["nudged"] if job.sensitivity else [])]
+        if job.sensitivity and item.positions is not None and net.constants:
+            kinds.append("constants")
+        for kind in kinds:
+            tap = None if taps is None else {"once": taps.keep, "nudged": taps.measure}.get(kind)
+            run.walks[kind] = net.walk(item.ids, item.positions, tap)
+        runs.append(run)
+    return runs
+
+
+def _advance(net: Net, runs: Sequence[_Run], names: Sequence[str], out: Path, *, first: bool) -> None:
+    """Take every run through the block that is loaded, whose parameters are `names`; they are nudged afterwards."""
+    for run in runs:
+        began = time.monotonic()
+        logits_TV = _step(run.walks["once"], first=first)
+        again_TV = _step(run.walks["again"], first=first)
+        run.row.seconds += time.monotonic() - began
+        if logits_TV is not None and again_TV is not None:
+            _note(run, logits_TV, again_TV, out)
+            print(f"{STEP}{net.runner}: {run.item.name}", file=sys.stderr, flush=True)
+    if not any("nudged" in run.walks for run in runs):
+        return
+    for name in names:
+        if net.benign(name) is None:
+            _nudge(net, name)
+    for run in runs:
+        moved_TV = _step(run.walks["nudged"], first=first)
+        if moved_TV is not None:
+            _measure(run, moved_TV, out)
+            print(f"{STEP}{net.runner}: {run.item.name}, sensitivity", file=sys.stderr, flush=True)
+    _advance_constants(net, [run for run in runs if "constants" in run.walks], first=first)
+
+
+def _advance_constants(net: Net, runs: Sequence[_Run], *, first: bool) -> None:
+    """Take the runs with far positions through the nudged block with the constants nudged too: they multiply these."""
+    if not runs:
+        return
+    before = {name: net.get(name) for name in net.constants}
+    for name in net.constants:
+        _nudge(net, name)
+    for run in runs:
+        logits_TV = _step(run.walks["constants"], first=first)
+        if logits_TV is not None and run.nudged_logits is not None:
+            run.row.constants = _moved(run.nudged_logits, logits_TV, run.row.largest)
+            run.nudged_logits = None
+    for name, values in before.items():
+        net.put(name, values)
+
+
+def _step(walk: Walk, *, first: bool) -> Floats | None:
+    """Run one block; return the logits after the last one, else None."""
+    try:
+        if first:
+            next(walk)  # to the first block
+        next(walk)
+    except StopIteration as end:
+        logits_TV: Floats = end.value
+        return logits_TV
+    return None
+
+
+def _note(run: _Run, logits_TV: Floats, again_TV: Floats, out: Path) -> None:
+    """Write the logits, and note what they are."""
+    row = run.row
+    row.repeated = np.array_equal(logits_TV.view(np.uint32), again_TV.view(np.uint32))
+    finite_TV = np.isfinite(logits_TV)
+    row.not_finite = int(logits_TV.size - np.count_nonzero(finite_TV))
+    row.largest = float(np.abs(logits_TV).max(initial=0.0, where=finite_TV))
+    row.file = f"logits-{run.number}.npy"
+    np.save(out / row.file, logits_TV, allow_pickle=False)
+    row.digest = file_digest(out / row.file)
+
+
+def _measure(run: _Run, moved_TV: Floats, out: Path) -> None:
+    """Note how far the logits move when every weight does, by one unit in its last place."""
+    if run.row.not_finite:
+        return
+    run.row.sensitivity = _moved(np.load(out / run.row.file, allow_pickle=False), moved_TV, run.row.largest)
+    if "constants" in run.walks:
+        run.nudged_logits = moved_TV
+
+
+class _Taps:
+    """The outputs inside of a network for one input: each a file, and how far it moves when the weights do."""
+
+    def __init__(self, number: int, out: Path, results: list[TapResult]) -> None:
+        self._number, self._out, self._results = number, out, results
+
+    def keep(self, name: str, values: Any) -> None:
+        """Write one, of the network as it is."""
+        values_TH = _own(values)
+        file = f"tap-{self._number}-{name}.npy"
+        np.save(self._out / file, values_TH, allow_pickle=False)
+        finite_TH = np.isfinite(values_TH)
+        largest = float(np.abs(values_TH).max(initial=0.0, where=finite_TH))
+        digest = file_digest(self._out / file)
+        self._results.append(TapResult(name, file, digest, largest, int(values_TH.size - finite_TH.sum())))
+
+    def measure(self, name: str, values: Any) -> None:
+        """Compare one, of the nudged network, with the one that was kept."""
+        row = next(row for row in self._results if row.name == name)
+        if not row.not_finite:
+            row.sensitivity = _moved(np.load(self._out / row.file, allow_pickle=False), _own(values), row.largest)
+
+
+def _own(values: Any) -> Floats:
+    """Return the values that a framework gives, (T, H), as an array of our own."""
+    array = values.asnumpy() if hasattr(values, "asnumpy") else values.detach().float().cpu().numpy()
+    return np.array(array, np.float32).reshape(-1, array.shape[-1])
+
+
+def _nudge(net: Net, name: str) -> None:
+    net.put(name, nudged(net.get(name), seed=zlib.crc32(name.encode())))
+
+
+def _moved(before: Floats, after: Floats, largest: float) -> float:
+    """Return the largest change of a number, relative to the largest one; 1 when something is no number any more."""
+    change = float(np.abs(after - before).max(initial=0.0))
+    relative = change / largest if largest else change
+    return relative if np.isfinite(relative) else 1.0
+
+
+def nudged(values: Floats, *, seed: int) -> Floats:
+    """Return `values`, each moved to the next float32 up or down at random; zeros stay."""
+    bits = np.array(values, np.float32).view(np.int32)
+    flat = bits.reshape(-1)
+    rng = np.random.default_rng(seed)
+    for start in range(0, flat.size, _BLOCK):
+        block = flat[start : start + _BLOCK]
+        step = 1 - 2 * rng.integers(0, 2, block.size, np.int8)
+        block += np.where(block & 0x7FFFFFFF, step, 0)
+    return bits.view(np.float32)
+
+
+def _peak_bytes() -> int:
+    """Return the most memory that this process had at a time.
+
+    `ru_maxrss` begins with what its parent had; Linux's VmHWM does not.
+    """
+    status = Path("/proc/self/status")
+    for line in status.read_text().splitlines() if status.exists() else ():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
