@@ -61,10 +61,15 @@ class Tally:
 
     @property
     def is_cast(self) -> bool:
-        """Whether all that differs is the dtype: the values are equal, or one side's are the other's rounded."""
+        """Whether all that differs is the dtype: one side is the other one rounded, the signs of zeros included.
+
+        Where no cast leads from one dtype to the other, equal values are that.
+        """
         if self.mine.dtype == self.theirs.dtype or self.is_odd:
             return False
-        return not self.changed or self.rounded is True or self.rounded_a is True
+        if self.rounded is None:
+            return not self.changed
+        return self.rounded or self.rounded_a is True
 
     @property
     def max_relative(self) -> float | None:

@@ -117,7 +117,8 @@ def cast_text(tally: Tally) -> str:
         return ""
     text = f"{tally.mine.dtype} in A, {tally.theirs.dtype} in B"
     if not tally.changed and tally.max_abs is not None:
-        return f"{text}; the values are equal"
+        odd = "" if tally.is_cast else ", but for the sign of zeros or the bits of NaN"
+        return f"{text}; the values are equal{odd}"
     if tally.rounded or tally.rounded_a:
         one, other = ("B", "A") if tally.rounded else ("A", "B")
         return f"{text}; {one} is exactly {other} rounded to nearest, ties to even"

@@ -107,7 +107,7 @@ class Sides:
         for side, its in zip((self.a, self.b), rules, strict=True):
             _check_made(side, its)
         twins = self._twins(rules[0].tied)
-        if self.spoke_a == self.spoke_b:
+        if self.spoke_a == self.spoke_b and self.a.padded == self.b.padded:
             return pair_by_names(a, b, rules[0], twins)
         with_state = add_state(*rules, a.tensors)
         return pair_by_rules(a, b, *with_state, twins)

@@ -121,6 +121,9 @@ def verify(
             workers=workers, progress=progress, steps=steps,
         )  # fmt: skip
     _check_sides(b, dump, against, level)
+    if b is None:
+        _refuse_of_b({"--device-b": device_b, "--dialect-b": dialect_b, "--variant-b": variant_b,
+                      "--strategy-b": strategy_b, "--step-b": step_b})  # fmt: skip
     if b is not None:
         return _verify_two(Path(a), Path(b), asked, how)
     target = None if dump is None else DumpFolder(Path(dump), overwrite=overwrite)
@@ -148,13 +151,21 @@ def _check_sides(b: str | Path | None, dump: str | Path | None, against: str | P
                 f"`{option}` runs one checkpoint, and two were named",
                 hint="leave out B, or leave out the option",
             )
-    if b is None and (dump is None) == (against is None):
+    if b is None and dump is not None and against is not None:
+        raise UsageError("`--dump` and `--against` are two runs", hint="give one, and then the other")
+    if b is None and dump is None and against is None:
         raise UsageError(
             "there is nothing to compare with",
             hint="name a second checkpoint, or run one side alone with `--dump DIR` or `--against DIR`",
         )
     if b is None and level not in ("forward", "layers"):
         raise UsageError(f"`--level {level}` reads both checkpoints", hint="name the second one")
+
+
+def _refuse_of_b(told: Mapping[str, object]) -> None:
+    for option, value in told.items():
+        if value is not None:
+            raise UsageError(f"`{option}` is about a second checkpoint, and none is named", hint="leave it out")
 
 
 def _refuse_beside_sanity(told: Mapping[str, object]) -> None:
@@ -173,7 +184,10 @@ def _verify_two(a: Path, b: Path, asked: Asked, how: How) -> Report:
             side_of(sides, "b", how.runner, how.devices.b, how.extent),
         ]
     found = Found(how.level, a, b, sides)
-    found.files = [check_source(_as_stored(side), how.progress) for side in (sides.a, sides.b)]
+    steps = (asked.step_a, asked.step_b)
+    found.files = [
+        check_source(_as_stored(side, step), how.progress) for side, step in zip((sides.a, sides.b), steps, strict=True)
+    ]
     found.unlike = _unlike_config(sides)
     if how.level == "files" or not (found.ok or how.keep_going):
         return report_on(found)
@@ -186,9 +200,11 @@ def _verify_two(a: Path, b: Path, asked: Asked, how: How) -> Report:
     return report_on(found)
 
 
-def _as_stored(side: Source) -> Source:
-    """Return a side as it is stored: shard by shard, and compared with its manifest."""
+def _as_stored(side: Source, step: int | None) -> Source:
+    """Return a side as it is stored: shard by shard, and compared with its manifest, which no other `step` has."""
     path = side.checkpoint.path
+    if step is not None:
+        return Source(side.checkpoint, None)
     if side.ranks is None:
         return side if side.manifest is None else open_source(path)
     return open_stored(path) if find_ranks(path) and side.manifest is not None else Source(side.checkpoint, None)
@@ -237,7 +253,7 @@ def _verify_one(path: Path, asked: Asked, how: How, target: DumpFolder | None, a
     source = open_side(path, asked.strategy_a, asked.step_a, "a")
     side = one_side(source, asked, load_own_tables(asked.table), how.runner, how.devices.a, how.extent)
     found = Found(how.level, path, target.path if target else against or path, None)
-    found.files = [check_source(_as_stored(source), how.progress)]
+    found.files = [check_source(_as_stored(source, asked.step_a), how.progress)]
     if other is None:
         inputs, found.notes = make_inputs(side.config, side.folder, windows=side.windows, max_tokens=how.max_tokens)
     else:
@@ -253,5 +269,5 @@ def _verify_one(path: Path, asked: Asked, how: How, target: DumpFolder | None, a
             if how.level == "layers":
                 found.layers = compare_layers(other, dump, (None, job))
         if target is not None and dump.result.loaded:
-            target.finish()
+            target.finish(folder)
     return report_on(found)

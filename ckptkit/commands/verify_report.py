@@ -88,7 +88,8 @@ def report_on(found: Found) -> Report:
         report.add("A", side_text(sides.a, sides.spoke_a))
         report.add("B", side_text(sides.b, sides.spoke_b))
     _add_files(report, found)
-    if found.status is not None and found.compared is not None:
+    if found.status is not None and found.compared is not None and sides is not None:
+        report.add("compared", sides.how)
         _add_weights(report, found.status, found.compared)
     _add_forward(report, found)
     if found.layers is not None:
@@ -101,13 +102,24 @@ def report_on(found: Found) -> Report:
     notes += found.compared.pairing.notes if found.compared else []
     for note in dict.fromkeys(notes):
         report.add("note", note)
-    report.fill = lambda: _data(found, notes)
+    report.fill = lambda: finite(_data(found, notes))
     return report
+
+
+def finite(data: Any) -> Any:
+    """Return data as JSON can hold it: null for a number that is none."""
+    if isinstance(data, dict):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not isfinite(data) else data
 
 
 def _headline(found: Found) -> str:
     if found.sides is None:
         if found.forward is None:
+            if found.dump is not None and not found.dump.result.loaded:
+                return f"`{found.a}` could not be run, and there is no dump of it"
             what = "is in" if found.ok else "could not be run soundly; look at"
             return f"the forward pass of `{found.a}` {what} `{found.b}`"
         what = "agrees with" if found.ok else "differs from"

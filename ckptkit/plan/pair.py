@@ -159,8 +159,9 @@ def _note_missing(
     rules: RuleSet, left: Mapping[str, OutputTensor], right: Mapping[str, TensorInfo], result: Pairing
 ) -> None:
     """Note what both checkpoints lack: no difference between them, but perhaps news."""
-    twins = {tie.target for tie in rules.ties}
     stored = {*left, *right, *(finding.name for finding in result.findings)}
+    pairs = [(tie.target, tie.target_twin) for tie in rules.ties if rules.tied]
+    twins = {name for pair in pairs for name in pair if not stored.isdisjoint(pair)}  # one of two suffices
     neither = [r.target for r in rules.rules if not r.optional and r.target not in stored and r.target not in twins]
     result.absent += neither
     if neither:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit.errors import UsageError
-from ckptkit.formats.disk import exchange, fsync_folder, make_folder
+from ckptkit.formats.disk import disk_error, exchange, fsync_folder, make_folder
 from ckptkit.formats.target import check_place
 from ckptkit.verification.runners.job import REPORT
 
@@ -22,31 +23,32 @@ class DumpFolder:
     path: Path
     overwrite: bool = False
 
-    @property
-    def _made(self) -> Path:
-        return self.path.with_name(f"{self.path.name}.partial-dump")
-
     @contextmanager
     def partial(self) -> Iterator[Path]:
-        """Give an empty folder beside the place, which is gone afterwards unless `finish` was called."""
-        shutil.rmtree(self._made, ignore_errors=True)
-        make_folder(self._made)
+        """Give a new folder beside the place, which is gone afterwards unless `finish` was called."""
+        beside = self.path.absolute().parent
+        make_folder(beside)
         try:
-            yield self._made
+            made = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", suffix=".partial-dump", dir=beside))
+            made.chmod(0o755)
+        except OSError as error:
+            raise disk_error(error, self.path) from error
+        try:
+            yield made
         finally:
-            shutil.rmtree(self._made, ignore_errors=True)
+            shutil.rmtree(made, ignore_errors=True)
 
-    def finish(self) -> None:
-        """Let the dump appear, whole; called inside of `partial`."""
-        for file in self._made.iterdir():
+    def finish(self, made: Path) -> None:
+        """Let the dump in the folder of `partial` appear, whole."""
+        for file in made.iterdir():
             with open(file, "rb") as stream:
                 os.fsync(stream.fileno())
-        fsync_folder(self._made)
+        fsync_folder(made)
         if not self.path.exists():
-            self._made.rename(self.path)
-        elif not exchange(self._made, self.path):
+            made.rename(self.path)
+        elif not exchange(made, self.path):
             shutil.rmtree(self.path)  # a dump can be made again
-            self._made.rename(self.path)
+            made.rename(self.path)
         fsync_folder(self.path.absolute().parent)
 
 

@@ -22,6 +22,7 @@ from ckptkit.verification.process import run_process
 from ckptkit.verification.runners.job import (
     REPORT,
     SCHEMA,
+    SEAL,
     Floats,
     Input,
     InputResult,
@@ -30,6 +31,8 @@ from ckptkit.verification.runners.job import (
     Result,
     Stored,
     TapResult,
+    inputs_digest,
+    seal_of,
 )
 
 
@@ -127,7 +130,8 @@ def open_dump(folder: Path) -> Dump:
     """Open what `run_side` left, here or on another machine; CorruptError when it is not whole."""
     inputs = read_inputs(folder)
     result = _read_report(folder)
-    if result.loaded and [item.name for item in inputs] != [row.name for row in result.inputs]:
+    names = [item.name for item in inputs], [row.name for row in result.inputs]
+    if result.inputs_digest != inputs_digest(inputs) or (result.loaded and names[0] != names[1]):
         raise CorruptError(f"`{folder}`: `{REPORT}` is not about the inputs beside it", hint="make the dump again")
     return Dump(folder, inputs, result)
 
@@ -141,6 +145,10 @@ def _read_report(folder: Path) -> Result:
             hint="make it again with `ckptkit verify A --dump DIR`",
         )
     found = files.read_json_object(file)
+    if found.get("schema") == SCHEMA and found.get(SEAL) != seal_of(found):
+        raise CorruptError(
+            f"`{file}` was changed after the run that wrote it", hint="make the dump again, or copy it again"
+        )
     try:
         if found.pop("schema") != SCHEMA:
             raise ValueError("another schema")
@@ -218,7 +226,8 @@ def _constants(a: Result, b: Result) -> tuple[dict[str, tuple[Any, Any]], bool]:
         return {}, False
     if one.shape != two.shape:
         return {"the number of rotary frequencies": (one.size, two.size)}, True
-    off = np.abs(one - two) > UNITS_OF_CONSTANTS * np.spacing(np.maximum(np.abs(one), np.abs(two)))
+    with np.errstate(invalid="ignore"):
+        off = ~(np.abs(one - two) <= UNITS_OF_CONSTANTS * np.spacing(np.maximum(np.abs(one), np.abs(two))))
     if off.any():
         first = int(off.argmax())
         return {f"rotary frequency {first}": (float(one[first]), float(two[first]))}, True

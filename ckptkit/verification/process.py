@@ -45,6 +45,9 @@ def run_process(runner: str, job: Job, out: Path, step: Callable[[str], None]) -
                 code = process.wait()
             except BaseException:
                 process.kill()
+                process.wait()
+                if listener.is_alive():
+                    listener.join()
                 raise
             listener.join()
     if code:

@@ -25,7 +25,7 @@ from ckptkit.verification.forward import Dump, Forward, compare, open_dump
 from ckptkit.verification.inputs import make_inputs, write_inputs
 from ckptkit.verification.logits import ROUNDINGS, UNITS_OF_CONSTANTS, bound, distance
 from ckptkit.verification.runners.facts import read_facts
-from ckptkit.verification.runners.job import REPORT, Job
+from ckptkit.verification.runners.job import REPORT, SEAL, Job, seal_of
 from tests.rank_results import Tensors, read_file, write_whole
 
 pytestmark = pytest.mark.frameworks
@@ -248,8 +248,8 @@ def test_a_report_that_is_not_of_this_dump_is_refused(
     dumps: Dumps, tmp_path: Path, changed: dict[str, Any], says: str
 ) -> None:
     other = copy_of(dumps[1]["llama: "], tmp_path / "dump")
-    report = json.loads((other.folder / REPORT).read_text())
-    (other.folder / REPORT).write_text(json.dumps({**report, **changed}))
+    report = {**json.loads((other.folder / REPORT).read_text()), **changed}
+    (other.folder / REPORT).write_text(json.dumps({**report, SEAL: seal_of(report)}))
     with pytest.raises(CorruptError, match=says):
         open_dump(other.folder)
 

@@ -87,7 +87,7 @@ def test_a_word_that_means_nothing_is_refused(hf: Path, ms: Path, options: dict[
     ("options", "word"),
     [
         ({}, "nothing to compare with"),
-        ({"dump": "x", "against": "y"}, "nothing to compare with"),
+        ({"dump": "x", "against": "y"}, "are two runs"),
         ({"dump": "x", "level": "weights"}, "reads both checkpoints"),
     ],
     ids=str,

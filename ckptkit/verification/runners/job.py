@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from ckptkit.cast import Caster
@@ -23,6 +24,7 @@ from ckptkit.types import DTYPES, Extent, Region, Shape, TensorInfo
 JOB = "job.json"
 REPORT = "report.json"
 SCHEMA = 1
+SEAL = "seal"
 
 Floats = NDArray[np.float32]
 
@@ -68,6 +70,18 @@ class Input:
     name: str
     ids: tuple[int, ...]
     positions: tuple[int, ...] | None = None
+
+
+def inputs_digest(inputs: Sequence[Input]) -> str:
+    """Return the xxh3-128 of inputs, however they are stored."""
+    rows = [[item.name, list(item.ids), item.positions and list(item.positions)] for item in inputs]
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(rows).encode()))
+
+
+def seal_of(report: Mapping[str, Any]) -> str:
+    """Return the xxh3-128 of a report without its seal, by which a changed one is told."""
+    rest = {key: value for key, value in report.items() if key != SEAL}
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +219,7 @@ class Result:
     constants: dict[str, list[float]] = field(default_factory=dict)
     inputs: list[InputResult] = field(default_factory=list)
     taps: list[TapResult] = field(default_factory=list)
+    inputs_digest: str = ""
     load_seconds: float = 0.0
     peak_bytes: int = 0
 

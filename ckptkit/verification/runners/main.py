@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckptkit.errors import CkptkitError
+from ckptkit.formats.disk import disk_error
 from ckptkit.verification.runners.job import Job
 from ckptkit.verification.runners.run_net import Net, run_net
 
@@ -33,10 +34,21 @@ def main(build: Callable[[Job], Net], argv: Sequence[str] | None = None) -> int:
         job = Job.read(job_folder)
         run_net(build(job), job, out)
     except CkptkitError as error:
-        text = {"what": error.what, "items": list(error.items), "why": error.why, "hint": error.hint}
-        (out / "error.json").write_text(json.dumps(text))
-        return error.exit_code
+        return _tell(error, out)
+    except OSError as error:
+        return _tell(disk_error(error, out), out)
     return 0
+
+
+def _tell(error: CkptkitError, out: Path) -> int:
+    """Leave an error for the process that waits; where the disk is full, its first line goes to stderr."""
+    text = {"what": error.what, "items": list(error.items), "why": error.why, "hint": error.hint}
+    try:
+        (out / "error.json").write_text(json.dumps(text))
+    except OSError:
+        (out / "error.json").unlink(missing_ok=True)
+        print(error.what, file=sys.stderr, flush=True)
+    return error.exit_code
 
 
 def _end_with(parent: int) -> None:

@@ -26,6 +26,7 @@ from ckptkit.formats.file_pool import FilePool
 from ckptkit.verification.runners.job import (
     REPORT,
     SCHEMA,
+    SEAL,
     Floats,
     Input,
     InputResult,
@@ -33,6 +34,8 @@ from ckptkit.verification.runners.job import (
     Result,
     Stored,
     TapResult,
+    inputs_digest,
+    seal_of,
 )
 
 STEP = "ckptkit-step: "  # begins a line on stderr that tells the parent process of a step
@@ -109,6 +112,7 @@ class _Run:
 def run_net(net: Net, job: Job, out: Path) -> Result:
     """Load the job's tensors into `net`, run its inputs, write logits and report to `out`; return the report."""
     result = Result(net.runner, job.device, net.versions, net.settings, net.reading, list(net.notes))
+    result.inputs_digest = inputs_digest(job.inputs)
     result.constants = {name: net.get(name).reshape(-1).tolist() for name in net.constants}
     tensors = _compare_names(net, job, result)
     if result.loaded:
@@ -144,7 +148,8 @@ def as_one(walk: Walk) -> Walk:
 
 def write_report(result: Result, out: Path) -> None:
     """Write the report; it comes last, so a folder that has one is complete."""
-    write_file(out / REPORT, json.dumps({"schema": SCHEMA, **asdict(result)}, indent=1).encode())
+    report = {"schema": SCHEMA, **asdict(result)}
+    write_file(out / REPORT, json.dumps({**report, SEAL: seal_of(report)}, indent=1).encode())
 
 
 def _compare_names(net: Net, job: Job, result: Result) -> dict[str, list[Stored]]:

@@ -32,8 +32,12 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 ROTARY = "model.rotary_emb."
 INV_FREQ = f"{ROTARY}inv_freq"
 EMBEDDING = "model.embed_tokens.weight"
-# Of no effect on the logits: the dtype is float32 here, and a padding id only keeps a gradient at zero.
-_LEFT_OUT = ("dtype", "torch_dtype", "pad_token_id", "model_type", "_attn_implementation", "attn_implementation")
+# Of no effect on the logits: the dtype is float32 here, a padding id only keeps a gradient at zero, and what else
+# the network returns is nobody's matter. A quantisation that is none is said as null.
+_LEFT_OUT = (
+    "dtype", "torch_dtype", "pad_token_id", "model_type", "_attn_implementation", "attn_implementation",
+    "quantization_config", "return_dict", "use_return_dict", "output_attentions", "output_hidden_states", "torchscript",
+)  # fmt: skip
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -139,6 +143,9 @@ class TorchNet:
         self, ids: Sequence[int], positions: Sequence[int] | None, tap: Tap | None, pause: Pause | None
     ) -> Floats:
         torch = self._torch
+        vocab = self.reading["vocab"]
+        if outside := [i for i in ids if not 0 <= i < vocab]:
+            raise UsageError(f"token id {outside[0]} is not in a vocabulary of {vocab}")
         if self._is_dynamic:  # it remembers the longest input, and would run a shorter one by its frequencies
             renew_rotary(self._model, self._device)
         ids_BT = torch.tensor([list(ids)], dtype=torch.long, device=self._device)
@@ -198,7 +205,7 @@ def build(job: Job) -> Net:
     config, notes = spelled_for(job.config, transformers.__version__)
     model = _model(torch, transformers, config)
     stacked = any(name.endswith(".experts.gate_up_proj") for name, _ in model.named_parameters())
-    if job.variant == "stacked" and not stacked:
+    if job.variant == "stacked" and not stacked and any(read_model(model)["sparse_layers"]):
         raise UsageError(
             f"transformers {transformers.__version__} has a tensor for each expert, and this checkpoint stacked ones",
             hint="`ckptkit convert` it to separate experts, or install transformers 5",

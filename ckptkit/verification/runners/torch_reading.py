@@ -109,7 +109,7 @@ def _read_mlps(config: Any, mlps: list[Any]) -> dict[str, Any]:
         "norm_topk": False,
         "sparse_layers": sparse,
     }
-    if config.model_type == "qwen3_moe" and config.num_experts:
+    if config.model_type == "qwen3_moe" and any(sparse):
         reading |= {
             "experts": config.num_experts,
             "experts_per_token": config.num_experts_per_tok,
