@@ -1,7 +1,7 @@
 """Move large-model weights between HuggingFace / PyTorch and MindSpore, exactly and in bounded memory.
 
 The public names are those of docs/api.md: `convert`, `reshard` and `Parallel`, `inspect`, `check`, `diff`, `verify`,
-`env`, `list_tables`, `show_table`, `check_tables`, `open_checkpoint`, and the errors.
+`resume_train`, `env`, `list_tables`, `show_table`, `check_tables`, `open_checkpoint`, and the errors.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ckptkit.commands.inspect import inspect
     from ckptkit.commands.parallel import Parallel
     from ckptkit.commands.reshard import reshard
+    from ckptkit.commands.resume_train import resume_train
     from ckptkit.commands.tables import check_tables, list_tables, show_table
     from ckptkit.commands.verify import verify
     from ckptkit.formats.registry import open_checkpoint
@@ -42,6 +43,7 @@ _LAZY = {
     "inspect": "ckptkit.commands.inspect",
     "list_tables": "ckptkit.commands.tables",
     "reshard": "ckptkit.commands.reshard",
+    "resume_train": "ckptkit.commands.resume_train",
     "show_table": "ckptkit.commands.tables",
     "open_checkpoint": "ckptkit.formats.registry",
     "verify": "ckptkit.commands.verify",
@@ -66,6 +68,7 @@ __all__ = [
     "list_tables",
     "open_checkpoint",
     "reshard",
+    "resume_train",
     "show_table",
     "verify",
 ]

@@ -6,6 +6,7 @@
      +-- ResourceError         4    no space, no memory, a disk that fails
      +-- CorruptError          5    a file that is damaged
      |    +-- UnsafeError      5    a file that would run code, or that hides what it holds
+     +-- DivergedError         6    training that cannot go on: NaN, or an overflow at every loss scale
      +-- InternalError        70    a broken promise of ckptkit itself
 
 Exit code 0 is success and 1 is "a difference was found", which is a result and not an error. What does not live
@@ -80,6 +81,12 @@ class CorruptError(CkptkitError):
 
 class UnsafeError(CorruptError):
     """A file that would run code when loaded, or that is encrypted."""
+
+
+class DivergedError(CkptkitError):
+    """Training that cannot go on: a loss or a gradient that is NaN, or an overflow at every loss scale."""
+
+    exit_code = 6
 
 
 class InternalError(CkptkitError):

@@ -18,6 +18,7 @@ from ckptkit.cli import env as _env
 from ckptkit.cli import look as _look
 from ckptkit.cli import reshard as _reshard
 from ckptkit.cli import tables as _tables
+from ckptkit.cli import train as _train
 from ckptkit.cli import verify as _verify
 from ckptkit.cli.app import app, say
 from ckptkit.errors import CkptkitError, InternalError, ResourceError, UsageError
@@ -26,7 +27,8 @@ from ckptkit.report import REPORT_SCHEMA
 from ckptkit.settings import SETTINGS_FILE, default_map
 
 STOPPED = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}  # the exit code is 128 + the signal's number
-COMMANDS = (_convert, _reshard, _verify, _look, _tables, _env)  # importing a module registers its commands with the app
+# importing a module registers its commands with the app
+COMMANDS = (_convert, _reshard, _verify, _train, _look, _tables, _env)
 # typer carries its own copy of click, or uses the installed one; its errors' base class is found through typer
 ClickError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from ckptkit.cli.app import Json, NoProgress, Table, app, emit, progress_bar, step_bar
+from ckptkit.cli.app import Json, NoProgress, Table, app, emit, from_settings, progress_bar, say, step_bar
 from ckptkit.cli.side_options import (
     DialectA,
     DialectB,
@@ -22,13 +23,15 @@ from ckptkit.cli.side_options import (
     VariantB,
     Workers,
 )
-from ckptkit.errors import UsageError
+from ckptkit.errors import CkptkitError
+from ckptkit.report import Report
 
 _DEVICE = "`cpu`, `cuda`, `ascend`, or one with its number (`cuda:1`)"
 
 
 @app.command("verify")
 def verify_command(
+    context: typer.Context,
     a: Annotated[Path, typer.Argument(help="The checkpoint that is right: of any format and naming.", metavar="A")],
     b: Annotated[
         Path | None,
@@ -53,15 +56,19 @@ def verify_command(
     layers: Annotated[
         str | None, typer.Option("--layers", help="Run these layers alone: `0,1,40-43`.", metavar="LAYERS")
     ] = None,
+    compute: Annotated[
+        Literal["fp16", "bf16"] | None,
+        typer.Option(
+            "--compute", help="At level layers, run both sides in this dtype, too: its error and its overflows."
+        ),
+    ] = None,
     dump: Annotated[
         Path | None, typer.Option("--dump", help="Run A alone and keep inputs and logits in this folder.")
     ] = None,
     against: Annotated[
         Path | None, typer.Option("--against", help="Run A alone and compare with such a folder, of any machine.")
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an older --dump folder, or a file by --html.")
-    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older --dump folder.")] = False,
     sanity: Annotated[
         Path | None,
         typer.Option("--sanity", help="Loss on this text (JSON lines) and statistics of every weight, of A and of B."),
@@ -88,24 +95,36 @@ def verify_command(
     """Prove that a checkpoint is right: its files, its weights, and what it computes in its framework."""
     from ckptkit.commands.verify import verify
 
-    if html is not None and sanity is not None:
-        raise UsageError(
-            "`--html` makes a page of the levels, and `--sanity` has none", hint="leave out one of the two"
-        )
+    read = [path for path in (a, b, dump, against, config, sanity, strategy_a, strategy_b, *(table or ())) if path]
     if html is not None:
         from ckptkit.verification.page import check_page
 
-        check_page(html, overwrite=overwrite)
+        check_page(html, read=read)
     report = verify(
         a, b, level=level, runner=runner, device=device, device_a=device_a, device_b=device_b, max_tokens=max_tokens,
-        keep_going=keep_going, stream=stream, layers=layers, dump=dump, against=against, overwrite=overwrite,
-        sanity=sanity, lines=lines, model=model, config=config, table=table or (), dialect_a=dialect_a,
-        dialect_b=dialect_b, variant_a=variant_a, variant_b=variant_b, strategy_a=strategy_a, strategy_b=strategy_b,
-        step_a=step_a, step_b=step_b, workers=workers, progress=progress_bar(not no_progress),
-        steps=step_bar(not no_progress),
+        keep_going=keep_going, stream=stream, layers=layers, compute=compute, dump=dump, against=against,
+        overwrite=overwrite and (dump is not None or html is None), sanity=sanity, lines=lines, model=model,
+        config=config, table=table or (), dialect_a=dialect_a, dialect_b=dialect_b, variant_a=variant_a,
+        variant_b=variant_b, strategy_a=strategy_a, strategy_b=strategy_b, step_a=step_a, step_b=step_b,
+        workers=workers, progress=progress_bar(not no_progress), steps=step_bar(not no_progress),
+        defaults=from_settings(context),
     )  # fmt: skip
-    if html is not None:
-        from ckptkit.verification.page import write_page
+    lost = None if html is None else _write_page(report, html, read)
+    try:
+        emit(report, as_json)
+    except typer.Exit as done:
+        if lost is None:
+            raise
+        say(f"error: {lost}", stream="stderr")
+        raise typer.Exit(done.exit_code or lost.exit_code) from None
 
-        write_page(report.data, html, shlex.join(["ckptkit", *sys.argv[1:]]), overwrite=overwrite)
-    emit(report, as_json)
+
+def _write_page(report: Report, html: Path, read: Sequence[Path]) -> CkptkitError | None:
+    """Write the page; return what went wrong, for the report is to be printed before that is said."""
+    from ckptkit.verification.page import write_page
+
+    try:
+        write_page(report.data, html, shlex.join(["ckptkit", *sys.argv[1:]]), read=read)
+    except CkptkitError as error:
+        return error
+    return None

@@ -19,17 +19,22 @@ from ckptkit.verification.weights import Compared
 
 WORST = 10
 RELATIVE = "max |a - b| / max |a| over the tensor"
-_KINDS = {"only_in_a": "only in A", "only_in_b": "only in B", "shape": "shape", "parts": "dtype", "replica": "replica"}
+_KINDS = {
+    "only_in_a": "only in A", "only_in_b": "only in B", "shape": "shape", "parts": "dtype", "padding": "padding",
+    "replica": "replica",
+}  # fmt: skip
 
 
 def report_on(path_a: Path, path_b: Path, sides: Sides, compared: Compared) -> Report:
-    """Return the report; exit code 1 when anything differs."""
+    """Return the report; exit code 1 when anything differs, or when there is nothing on either side."""
     pairing, tallies = compared.pairing, compared.tallies
     rows = [row for row in compared.rows if not row[1].equal]
     rows.sort(key=lambda row: _badness(row[1]), reverse=True)
     count = len(rows) + len(pairing.findings)
     what = f"differ in {count} tensor{'s' if count > 1 else ''}" if count else "hold the same"
-    report = Report("diff", f"`{path_a}` and `{path_b}` {what}", exit_code=1 if count else 0)
+    nothing = not (count or tallies or pairing.benign)
+    what = "hold no tensor, neither of them" if nothing else what
+    report = Report("diff", f"`{path_a}` and `{path_b}` {what}", exit_code=1 if count or nothing else 0)
     for label, source, spoke in (("A", sides.a, sides.spoke_a), ("B", sides.b, sides.spoke_b)):
         report.add(label, side_text(source, spoke))
     report.add("compared", sides.how)
@@ -71,6 +76,7 @@ def _counts(tallies: Sequence[Tally], findings: Sequence[Finding]) -> str:
         "only_in_b": "only in B",
         "shape": "of another shape",
         "parts": "not comparable",
+        "padding": "with padding that is not zero",
         "replica": "with a replica that is no copy",
     }
     return ", ".join(text + [f"{counts[kind]} {word}" for kind, word in words.items() if counts[kind]])

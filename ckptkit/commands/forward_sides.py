@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ckptkit.commands.choose import Spoke, choose_source
 from ckptkit.commands.sides import Asked, Sides, own_config
@@ -14,6 +14,7 @@ from ckptkit.commands.source import Source, find_config
 from ckptkit.errors import UsageError
 from ckptkit.formats.files import listed
 from ckptkit.mapping.rules import resolve
+from ckptkit.mapping.state_names import is_state
 from ckptkit.mapping.tables import Tables
 from ckptkit.verification.forward import stored_tensors
 from ckptkit.verification.layers import traced_input
@@ -59,11 +60,13 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much of a network is run: block by block (`stream`), some `layers` alone, and whether its inside is shown."""
+    """How much of a network is run: block by block (`stream`), some `layers` alone, whether its inside is shown, and in
+    which dtype once more (`compute`; empty for none)."""
 
     stream: bool = False
     layers: tuple[int, ...] | None = None
     inside: bool = False
+    compute: str = ""
 
 
 WHOLE = Extent()
@@ -72,7 +75,8 @@ WHOLE = Extent()
 def side_of(sides: Sides, label: Literal["a", "b"], runner: Runner, device: str, extent: Extent = WHOLE) -> Side:
     """Return a side of two as it is to be run; UsageError when nothing here can run it."""
     source, spoke = (sides.a, sides.spoke_a) if label == "a" else (sides.b, sides.spoke_b)
-    config = sides.own_config(source) or sides.config
+    own = sides.own_config(source)
+    config = sides.config if own is None else own  # one that says nothing is not the other side's
     if config is None:
         raise UsageError(
             "level forward needs the model's config.json, and neither A nor B has one beside it",
@@ -98,15 +102,63 @@ def one_side(source: Source, asked: Asked, tables: Tables, runner: Runner, devic
     return _side(source, config, spoke, tables, (runner, extent), device, "--device-a")
 
 
+def check_runs(runner: str, devices: Mapping[str, str | None]) -> None:
+    """Raise UsageError for a runner that there is not, or an option that names no device."""
+    if runner not in get_args(Runner):
+        raise UsageError(f"unknown runner `{runner}`", hint="`auto`, `builtin` or `mindformers`")
+    for option, device in devices.items():
+        if device is not None:
+            parse_device(device, option=option)
+
+
 def _side(
     source: Source, config: Mapping[str, Any], spoke: Spoke, tables: Tables, how: tuple[Runner, Extent], device: str,
     option: str,
 ) -> Side:  # fmt: skip
-    read_facts(config)  # which no network here can express is known before anything is read
+    # what no network here can express is known before anything is read
+    _check_layers(how[1].layers, read_facts(config).layers)
     spoke = spoke if spoke[0] else ("hf", "")
-    parse_device(device, option=option)
+    check_runs(how[0], {option: device})
     chosen, why = _runner(config, spoke, *how, device)
-    return Side(source, config, spoke, chosen, why, device, tuple(_ignored(source, config, spoke, tables)))
+    if chosen == "builtin":
+        _check_compute(how[1].compute, device)
+    left_out = tuple(_ignored(source, config, spoke, tables))
+    _check_dtypes(source, left_out)
+    return Side(source, config, spoke, chosen, why, device, left_out)
+
+
+def _check_dtypes(source: Source, left_out: Collection[str]) -> None:
+    """Raise UsageError for weights in float64: both networks compute in float32, and would prove nothing of them."""
+    tensors = source.checkpoint.tensors.values()
+    wide = [t.name for t in tensors if t.dtype == "F64" and not is_state(t.name) and t.name not in left_out]
+    if wide:
+        raise UsageError(
+            f"`{source.checkpoint.path}` has weights in F64, which no weight of these networks is",
+            items=wide,
+            why="both networks run in float32",
+            hint="stop before level forward with `--level weights`, or cast first: `ckptkit convert --dtype fp32`",
+        )
+
+
+def _check_layers(layers: Sequence[int] | None, total: int) -> None:
+    """Raise UsageError for layers that a model of `total` does not have."""
+    beyond = [layer for layer in layers or () if layer >= total]
+    if beyond:
+        raise UsageError(
+            f"`--layers` names layer {beyond[0]}, and the model has layers 0 to {total - 1}",
+            why="config.json says so (`num_hidden_layers`)",
+            hint="name layers that it has",
+        )
+
+
+def _check_compute(compute: str, device: str) -> None:
+    """Raise UsageError for a dtype in which MindSpore does not compute on a device."""
+    if compute == "bf16" and parse_device(device)[0] == "cpu":
+        raise UsageError(
+            "MindSpore does not compute in bf16 on a CPU (`--compute`): its kernels there have float32 and float16",
+            why="matrix products, softmax, gather and others have no bfloat16 kernel",
+            hint="`--compute fp16`; or run this side on Ascend, and the other one here with `--dump`",
+        )
 
 
 def _ignored(source: Source, config: Mapping[str, Any], spoke: Spoke, tables: Tables) -> list[str]:
@@ -121,8 +173,6 @@ def _ignored(source: Source, config: Mapping[str, Any], spoke: Spoke, tables: Ta
 
 def _runner(config: Mapping[str, Any], spoke: Spoke, runner: Runner, extent: Extent, device: str) -> tuple[str, str]:
     """Return the runner of a side, and why it is this one."""
-    if runner not in ("auto", "builtin", "mindformers"):
-        raise UsageError(f"unknown runner `{runner}`", hint="`auto`, `builtin` or `mindformers`")
     if spoke[0] == "hf":
         lacking = [name for name in ("torch", "transformers") if find_spec(name) is None]
         if not lacking:
@@ -137,6 +187,8 @@ def _runner(config: Mapping[str, Any], spoke: Spoke, runner: Runner, extent: Ext
         reason = reason or "its network runs whole"
     if extent.inside and spoke[0] == MCORE:
         reason = reason or "its graph does not show what happens inside"
+    if extent.compute:
+        reason = reason or "it is made for one dtype, which is float32 here (`--compute`)"
     if find_spec("mindformers") is None:
         reason = "mindformers is not installed"
     if runner == "mindformers":
@@ -169,5 +221,6 @@ def make_job(
     kept = tuple(tensor for tensor in tensors if tensor.name not in left_out)
     trace = traced_input(inputs) if extent.inside else ""
     return Job(
-        side.config, *side.spoke, side.device, kept, tuple(inputs), sensitivity, trace, extent.stream, extent.layers
-    )
+        side.config, *side.spoke, side.device, kept, tuple(inputs), sensitivity, trace, extent.stream, extent.layers,
+        extent.compute,
+    )  # fmt: skip

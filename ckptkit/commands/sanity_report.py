@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from math import isfinite, log
 from pathlib import Path
@@ -10,10 +10,11 @@ from typing import Any
 
 from ckptkit.commands.diff_report import side_data, side_text
 from ckptkit.commands.forward_sides import Side
-from ckptkit.report import Report, fold_names, listed
+from ckptkit.report import Report, listed
 from ckptkit.verification.runners.job import Input, Result
 from ckptkit.verification.sanity import FEW_TOKENS, MARGIN, Loss, high_loss
 from ckptkit.verification.statistics import Statistics, Strange
+from ckptkit.verification.strange_lines import folded
 
 
 @dataclass(slots=True)
@@ -64,6 +65,17 @@ class SanityFound:
         return list(zip("AB", self.sides, strict=False))
 
     @property
+    def tokens(self) -> int:
+        """How many tokens have one before them: those that are predicted."""
+        return sum(len(item.ids) - 1 for item in self.inputs)
+
+    @property
+    def gap(self) -> float | None:
+        """How far apart the losses of two sides are, in nats; None where there are not two."""
+        losses = [checked.loss.mean for checked in self.sides if checked.loss is not None]
+        return abs(losses[0] - losses[1]) if len(losses) == 2 else None
+
+    @property
     def unsteady(self) -> list[str]:
         rows = [(label, row) for label, its in self.labelled if its.result for row in its.result.inputs]
         return [f"{label}: two runs of {row.name} do not give the same bits" for label, row in rows if not row.repeated]
@@ -80,9 +92,8 @@ def sanity_report(found: SanityFound) -> Report:
     for label, checked in found.labelled:
         report.add(label, side_text(checked.side.source, checked.side.spoke))
         report.add(label, f"runner {checked.side.runner} on {checked.side.device} ({checked.side.why})")
-    tokens = sum(len(item.ids) - 1 for item in found.inputs)
     by = f", tokens by {found.tokenizer}" if found.tokenizer else ""
-    report.add("text", f"{found.text}: {len(found.inputs)} lines, {tokens} tokens to predict{by}")
+    report.add("text", f"{found.text}: {len(found.inputs)} lines, {found.tokens} tokens to predict{by}")
     for line in _losses(found):
         report.add("loss", line)
     for label, checked in found.labelled:
@@ -92,9 +103,9 @@ def sanity_report(found: SanityFound) -> Report:
         report.add("WRONG", line)
     for severity, word in (("wrong", "WRONG"), ("suspect", "suspect"), ("note", "note")):
         for label, checked in found.labelled:
-            for line in listed(list(_folded(checked.of(severity)))):
+            for line in listed(list(folded(checked.of(severity)))):
                 report.add(word, f"{label}: {line}")
-    for note in _notes(found, tokens):
+    for note in _notes(found):
         report.add("note", note)
     report.fill = lambda: _data(found)
     return report
@@ -122,45 +133,14 @@ def _losses(found: SanityFound) -> Iterator[str]:
             yield f"{rows[0].name:<{width}}  {rows[0].tokens:>6}{figures}"
         yield f"{'all':<{width}}  {there[0].tokens:>6}" + "".join(f"  {loss.mean:>8.4f}" for loss in there)
     yield f"ln({found.vocab}) = {log(found.vocab):.4f}: a network that knows nothing; the loss must be {MARGIN:g} below"
-    if found.bound is not None and len(there) == 2:
-        yield f"A and B are {abs(there[0].mean - there[1].mean):.1e} apart; rounding explains {found.bound:.1e}"
+    if found.bound is not None and found.gap is not None:
+        yield f"A and B are {found.gap:.1e} apart; rounding explains {found.bound:.1e}"
 
 
-def _folded(lines: Sequence[Strange]) -> Iterator[str]:
-    """Yield lines with layers folded: those of one kind, and of one text, are told together."""
-    told: dict[str, list[str]] = {}
-    for line in lines:
-        if line.kind in ("duplicate", "tied"):
-            continue
-        told.setdefault(line.text, []).extend(line.names)
-    for text, names in told.items():
-        for pattern, count in fold_names(names):
-            yield f"{pattern}{f' x {count}' if count > 1 else ''}: {text}"
-    yield from _equal([line for line in lines if line.kind in ("duplicate", "tied")])
-
-
-def _equal(lines: Sequence[Strange]) -> Iterator[str]:
-    """Yield groups of equal parameters; those of the same layers are told together, as a layer that is another."""
-    groups: dict[tuple[str, ...], list[Strange]] = {}
-    for line in lines:
-        layers = [next((part for part in name.split(".") if part.isdecimal()), "") for name in line.names]
-        key = tuple(layers) if all(layers) and len(set(layers)) > 1 else line.names
-        groups.setdefault((line.text, *key), []).append(line)
-    for (text, *layers), its in groups.items():
-        if len(its) > 1:
-            yield f"layers {', '.join(layers)}: {len(its)} parameters are {text}, {_pattern(its[0].names)} first"
-        else:
-            yield f"{_pattern(its[0].names)}: {text}"
-
-
-def _pattern(names: Sequence[str]) -> str:
-    return ", ".join(pattern for pattern, _ in fold_names(names))
-
-
-def _notes(found: SanityFound, tokens: int) -> Iterator[str]:
+def _notes(found: SanityFound) -> Iterator[str]:
     yield from found.notes
-    if tokens < FEW_TOKENS:
-        yield f"{tokens} tokens are few, so chance decides much: give {FEW_TOKENS} or more"
+    if found.tokens < FEW_TOKENS:
+        yield f"{found.tokens} tokens are few, so chance decides much: give {FEW_TOKENS} or more"
     for label, checked in found.labelled:
         if checked.loss is not None and not found.faults and (high := high_loss(checked.loss, found.vocab)):
             yield f"{label}: {high}"
@@ -173,11 +153,13 @@ def _data(found: SanityFound) -> dict[str, Any]:
         "level": "sanity",
         "text": str(found.text),
         "tokenizer": None if found.tokenizer is None else str(found.tokenizer),
+        "vocab": found.vocab,
         "ln_vocab": log(found.vocab),
         "margin": MARGIN,
-        "bound": None if found.bound is None else _number(found.bound),
+        "gap": _number(found.gap),
+        "bound": _number(found.bound),
         "failed": [*found.faults, *found.unsteady],
-        "notes": found.notes,
+        "notes": list(_notes(found)),
         **{
             label.lower(): _side_data(path, its) for path, (label, its) in zip(found.paths, found.labelled, strict=True)
         },
@@ -191,6 +173,8 @@ def _side_data(path: Path, checked: Checked) -> dict[str, Any]:
         **side_data(path, side.source, side.spoke),
         "runner": side.runner,
         "device": side.device,
+        "why": side.why,
+        "versions": checked.result.versions if checked.result else {},
         "loss": _number(loss.mean) if loss else None,
         "tokens": loss.tokens if loss else 0,
         "lines": lines,

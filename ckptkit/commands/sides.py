@@ -22,9 +22,10 @@ from ckptkit.mapping.expr import Leaf
 from ckptkit.mapping.pad import pad
 from ckptkit.mapping.rows import Family
 from ckptkit.mapping.rules import RuleSet, resolve
-from ckptkit.mapping.state import add_state
+from ckptkit.mapping.state import add_state, odd_state
 from ckptkit.mapping.state_names import is_state
 from ckptkit.mapping.tables import Tables
+from ckptkit.plan.padding import check_padding
 from ckptkit.plan.pair import Pairing, Twins, pair_by_names, pair_by_rules
 
 _NO_SIZES = ("torch_dtype", "dtype", "transformers_version")  # keys of config.json that change no rule
@@ -93,6 +94,16 @@ class Sides:
         rules_a, rules_b = (resolve(self.family, self.config, *spoke) for spoke in (self.spoke_a, self.spoke_b))
         return pad(rules_a, self.a.padded), pad(rules_b, self.b.padded)
 
+    def own_rules(self, side: Source, of: Source | None = None) -> RuleSet:
+        """Return the rules of a side, of a known family, by its own config.json, or by that `of` the other one.
+
+        The config.json of both stands in for one that is not there; UsageError when one lacks a number.
+        """
+        assert self.family is not None and self.config is not None
+        own = self.own_config(side if of is None else of)
+        spoke = self.spoke_a if side is self.a else self.spoke_b
+        return pad(resolve(self.family, self.config if own is None else own, *spoke), side.padded)
+
     def kept(self) -> set[str]:
         """Return the tensors of B, by name, that a cast leaves in fp32, as the tables say."""
         rules = self.rules()
@@ -109,8 +120,18 @@ class Sides:
         twins = self._twins(rules[0].tied)
         if self.spoke_a == self.spoke_b and self.a.padded == self.b.padded:
             return pair_by_names(a, b, rules[0], twins)
-        with_state = add_state(*rules, a.tensors)
-        return pair_by_rules(a, b, *with_state, twins)
+        odd = self.odd_state(self.a)  # has no partner: a finding, where a conversion would refuse it
+        with_state = add_state(*rules, {name: info for name, info in a.tensors.items() if name not in odd})
+        pairing = pair_by_rules(a, b, *with_state, twins)
+        check_padding(pairing, with_state[0], a.tensors, self.a.joined)
+        return pairing
+
+    def odd_state(self, side: Source) -> dict[str, str]:
+        """Return the training state of a side that fits no parameter of it, by name, and why."""
+        rules = self.rules()
+        its = None if rules is None else rules[0] if side is self.a else rules[1]
+        pairs = [(tie.target, tie.target_twin) for tie in its.ties if its.tied] if its is not None else []
+        return odd_state(side.checkpoint.tensors, {one: two for a, b in pairs for one, two in ((a, b), (b, a))})
 
     def own_config(self, side: Source) -> dict[str, Any] | None:
         """Return a side's own config.json, if it has one and none was named for both."""

@@ -13,10 +13,12 @@ from ckptkit.commands.diff_report import cast_text, side_data, side_text
 from ckptkit.commands.forward_sides import Side
 from ckptkit.commands.layers_report import add_layers, layers_data
 from ckptkit.commands.sides import Sides
+from ckptkit.commands.verify_compute_report import add_compute, compute_data
 from ckptkit.formats.manifest import MANIFEST
 from ckptkit.report import Report, fold_names, human_bytes, listed
+from ckptkit.verification.compute import SideComputed, sides_computed
 from ckptkit.verification.files import Sound
-from ckptkit.verification.forward import Dump, Forward, Row
+from ckptkit.verification.forward import Dump, Forward, Row, part_of
 from ckptkit.verification.layers import Layers
 from ckptkit.verification.logits import ROUNDINGS
 from ckptkit.verification.runners.job import Result
@@ -28,13 +30,14 @@ _WORDS: dict[Status, str] = {
     "value": "whose values differ",
     "shape": "of another shape",
     "missing": "missing in B",
-    "unexpected": "unexpected: A has nothing for them",
+    "unexpected": "unexpected: A has nothing for them, or they fit no parameter",
 }
 
 
 @dataclass(slots=True)
 class Found:
-    """What was found, as far as the levels went. `b` is the second checkpoint, or the dump that A was run for."""
+    """What was found, as far as the levels went. `b` is the second checkpoint, or the dump that A was run for;
+    `compute` the dtype that was asked for besides float32, or empty."""
 
     level: str
     a: Path
@@ -48,13 +51,14 @@ class Found:
     dump: Dump | None = None
     forward: Forward | None = None
     layers: Layers | None = None
+    compute: str = ""
     notes: list[str] = field(default_factory=list)
 
     @property
     def failed(self) -> list[str]:
-        """The levels that found a difference."""
+        """The levels that found a difference, and `compute` when a dtype overflows."""
         found = []
-        if self.unlike:
+        if self.unlike or not all(sound.tensors for sound in self.files):
             found.append("files")
         if self.status is not None and not self.status.ok:
             found.append("weights")
@@ -62,7 +66,30 @@ class Found:
             found.append("forward")
         if self.layers is not None and not self.layers.ok:
             found.append("layers")
+        if not all(side.ok for side in self.computed):
+            found.append("compute")
         return found
+
+    @property
+    def differs(self) -> list[str]:
+        """The levels that found a difference."""
+        return [level for level in self.failed if level != "compute"]
+
+    @property
+    def results(self) -> list[tuple[str, Result]]:
+        """What the runners of the sides that ran report, by label."""
+        if self.forward is not None:
+            return [("A", self.forward.a.result), ("B", self.forward.b.result)]
+        return [("A", self.dump.result)] if self.dump else []
+
+    @property
+    def part(self) -> str:
+        """Which layers alone were run, in words; empty for all, or where nothing was."""
+        return next((part for _, result in self.results if (part := part_of(result))), "")
+
+    @property
+    def computed(self) -> list[SideComputed]:
+        return sides_computed(self.results, self.compute) if self.compute else []
 
     @property
     def unsound(self) -> list[str]:
@@ -82,7 +109,9 @@ class Found:
 
 def report_on(found: Found) -> Report:
     """Return the report; exit code 1 when a level found a difference."""
-    report = Report("verify", _headline(found), exit_code=0 if found.ok else 1)
+    overflows = "".join(f"; {side.label}: {side.verdict}" for side in found.computed if not side.ok)
+    part = f" ({found.part} alone)" if found.part else ""
+    report = Report("verify", f"{_headline(found)}{part}{overflows}", exit_code=0 if found.ok else 1)
     sides = found.sides
     if sides is not None:
         report.add("A", side_text(sides.a, sides.spoke_a))
@@ -96,7 +125,11 @@ def report_on(found: Found) -> Report:
         add_layers(report, found.layers)
     elif found.level == "layers" and found.forward is not None and found.dump is None:
         report.add("layers", "not compared: a side was not run, or shows nothing of its inside")
-    notes = [*found.notes]
+    if found.compute:
+        add_compute(report, found.compute, found.computed)
+    notes = [*found.notes, *_without_compute(found)]
+    if found.part:
+        notes.append(f"{found.part} alone were run (`--layers`), as if there were no others: a sample of the network")
     if sides is not None:
         notes += [f"{label}: {n}" for label, s in (("A", sides.a), ("B", sides.b)) for n in s.checkpoint.notes]
     notes += found.compared.pairing.notes if found.compared else []
@@ -104,6 +137,13 @@ def report_on(found: Found) -> Report:
         report.add("note", note)
     report.fill = lambda: finite(_data(found, notes))
     return report
+
+
+def _without_compute(found: Found) -> list[str]:
+    """Return the sides that ran, but not in the dtype that was asked for: dumps that were made without it."""
+    ran = {side.label for side in found.computed}
+    lacking = [label for label, result in found.results if found.compute and result.loaded and label not in ran]
+    return [f"{label} was not run in {found.compute}: make its dump with the same `--compute`" for label in lacking]
 
 
 def finite(data: Any) -> Any:
@@ -120,22 +160,24 @@ def _headline(found: Found) -> str:
         if found.forward is None:
             if found.dump is not None and not found.dump.result.loaded:
                 return f"`{found.a}` could not be run, and there is no dump of it"
-            what = "is in" if found.ok else "could not be run soundly; look at"
+            what = "is in" if not found.differs else "could not be run soundly; look at"
             return f"the forward pass of `{found.a}` {what} `{found.b}`"
-        what = "agrees with" if found.ok else "differs from"
+        what = "agrees with" if not found.differs else "differs from"
         return f"the forward pass of `{found.a}` {what} the one in `{found.b}`"
     pair = f"`{found.a}` and `{found.b}`"
-    if found.ok:
+    if not found.differs:
         return f"{pair} are equal at level {found.level}"
     last = "layers" if found.layers else "forward" if found.forward else "weights" if found.status else "files"
     rest = "" if last == found.level else "; the levels after it were not tried (`--keep-going`)"
-    return f"{pair} differ at level {' and '.join(found.failed)}{rest}"
+    return f"{pair} differ at level {' and '.join(found.differs)}{rest}"
 
 
 def _add_files(report: Report, found: Found) -> None:
     for label, sound in zip("AB", found.files, strict=False):
         text = f"{sound.tensors} tensors, {human_bytes(sound.num_bytes)}: structure as the format demands"
-        if sound.compared:
+        if not sound.tensors:
+            text = "there is no tensor in it"
+        elif sound.compared:
             text += f"; {sound.compared} have the bytes that {MANIFEST} promises"
         else:
             text += f"; no digests to compare with ({MANIFEST} has none, or is not there)"
@@ -173,17 +215,21 @@ def _add_weights(report: Report, status: LoadStatus, compared: Compared) -> None
 
 
 def _folded(parameters: Sequence[Parameter], kind: Status) -> Iterator[str]:
-    """Yield a line for each kind of parameter of that status, layers folded, with the largest figures."""
-    groups: dict[str, dict[str, Parameter]] = {}
-    for parameter in parameters:
+    """Yield a line for each kind of parameter of that status, layers folded, with the largest figures.
+
+    Those that are a failure come first.
+    """
+    groups: dict[tuple[str, str], dict[str, Parameter]] = {}
+    for parameter in sorted(parameters, key=lambda parameter: parameter.ok):
         if parameter.status == kind:
             cast = cast_text(parameter.tally) if parameter.tally else ""
-            groups.setdefault(cast, {})[parameter.name] = parameter
-    for cast, named in groups.items():
+            why = parameter.text if parameter.wrong else ""
+            groups.setdefault((cast, why), {})[parameter.name] = parameter
+    for (cast, _), named in groups.items():
         for pattern, count in fold_names(named):
             text = _times(pattern, count)
             reasons = dict.fromkeys(parameter.text for parameter in named.values() if parameter.text)
-            if len(reasons) == 1 and (count == 1 or len(named) == count):
+            if len(reasons) == 1 and (count == 1 or len(named) == count or all(p.wrong for p in named.values())):
                 text += f": {next(iter(reasons))}"
             yield f"{text}{f': {cast}' if cast else ''}"
         if kind in ("value", "dtype"):
@@ -205,11 +251,7 @@ def _times(pattern: str, count: int) -> str:
 def _add_forward(report: Report, found: Found) -> None:
     for label, side in zip("AB", found.runners, strict=False):
         report.add("forward", f"{label}: runner {side.runner} on {side.device} ({side.why})")
-    if found.forward is not None:
-        pairs = [("A", found.forward.a.result), ("B", found.forward.b.result)]
-    else:
-        pairs = [("A", found.dump.result)] if found.dump else []
-    for label, result in pairs:
+    for label, result in found.results:
         for line in _loaded(result):
             report.add("forward", f"{label}: {line}")
     for line in found.unsound:
@@ -260,6 +302,7 @@ def _loaded(result: Result) -> Iterator[str]:
         ("unexpected, no parameter takes it", result.unexpected),
         ("not what its file holds, once all is loaded", result.altered),
         ("of another shape", [f"{name}: {net} in the network, {file} stored" for name, net, file in result.shapes]),
+        ("not looked at here, of a layer that was not run", result.left_out),
     ):
         for line in listed([_times(pattern, count) for pattern, count in fold_names(names)]):
             yield f"  {what}: {line}"
@@ -271,6 +314,7 @@ def _loaded(result: Result) -> Iterator[str]:
 def _data(found: Found, notes: Sequence[str]) -> dict[str, Any]:
     sides = found.sides
     data: dict[str, Any] = {"level": found.level, "failed": found.failed, "notes": list(dict.fromkeys(notes))}
+    data["part"] = found.part
     if sides is not None:
         data |= {"a": side_data(found.a, sides.a, sides.spoke_a), "b": side_data(found.b, sides.b, sides.spoke_b)}
     else:
@@ -283,17 +327,21 @@ def _data(found: Found, notes: Sequence[str]) -> dict[str, Any]:
         data["shards"] = [name for names in found.compared.shards.values() for name in names] if found.compared else []
     forward = found.forward
     if forward is not None or found.dump is not None:
-        pairs = [("a", forward.a.result), ("b", forward.b.result)] if forward else []
-        pairs = pairs or ([("a", found.dump.result)] if found.dump else [])
         data["forward"] = {
             "runners": [{"runner": s.runner, "why": s.why, "device": s.device} for s in found.runners],
-            **{label: asdict(result) for label, result in pairs},
+            **{label.lower(): _result_data(result) for label, result in found.results},
             "readings": {k: list(v) for k, v in forward.readings.items()} if forward else {},
             "inputs": [_row_data(row) for row in forward.rows] if forward else [],
         }
     if found.layers is not None:
         data["layers"] = layers_data(found.layers)
+    if found.compute:
+        data["compute"] = compute_data(found.compute, found.computed)
     return data
+
+
+def _result_data(result: Result) -> dict[str, Any]:
+    return {key: value for key, value in asdict(result).items() if key != "computed"}  # it has a key of its own
 
 
 def _parameter_data(parameter: Parameter) -> dict[str, Any]:

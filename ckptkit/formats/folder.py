@@ -41,7 +41,8 @@ WEIGHT_SUFFIXES = frozenset(
     (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".ot", ".mindir")
 )
 _TRAINING = re.compile(
-    r"training_args\.bin|trainer_state\.json|optimizer\..*|scheduler\..*|rng_state.*|random_states.*|scaler\.pt"
+    r"training_args\.bin|trainer_state\.json|state\.json|optimizer\..*|scheduler\..*|rng_state.*|random_states.*|"
+    r"scaler\.pt"
 )
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)(\.[a-z]+)")
 _RANK = re.compile(r"rank_\d+")

@@ -80,15 +80,41 @@ def kinds_of_state(rules: RuleSet, names: Container[str]) -> dict[str, int]:
 
 def check_state(stored: Mapping[str, TensorInfo]) -> None:
     """Raise CoverageError for state of another shape than its parameter, in a checkpoint of any network."""
-    wrong = []
+    found = ((info, _parameter(name, stored, {})) for name, info in stored.items())
+    _refuse_shapes([_line(i, p) for i, p in found if p is not None and not _fits(i, p)])
+
+
+def odd_state(stored: Mapping[str, TensorInfo], twins: Mapping[str, str]) -> dict[str, str]:
+    """Return the state among `stored` that no parameter has, or one of another shape, by name, and why.
+
+    `twins` are the tied tensors that stand in for one another.
+    """
+    found = {}
     for name, info in stored.items():
         known = state_of(name)
-        parameter = stored.get(known[1]) if known is not None and known[0] in PREFIXES else None
-        if known is None or parameter is None or parameter.shape == info.shape:
+        if known is None:
             continue
-        if info.shape != (1,) or known[0] not in _OTHERS:  # else one of Muon's placeholders
-            wrong.append(_line(info, parameter))
-    _refuse_shapes(wrong)
+        parameter = _parameter(name, stored, twins)
+        rest = any(other + known[1] in stored for other in _OTHERS.get(known[0], ()))  # beside a placeholder
+        if parameter is None:
+            found[name] = f"training state of `{known[1]}`, which is not there"
+        elif not _fits(info, parameter) or (info.shape != parameter.shape and known[0] in _OTHERS and not rest):
+            found[name] = f"training state of another shape than its parameter: {_line(info, parameter)}"
+    return found
+
+
+def _parameter(name: str, stored: Mapping[str, TensorInfo], twins: Mapping[str, str]) -> TensorInfo | None:
+    """Return the stored parameter that the state `name` belongs to, or its tied twin."""
+    known = state_of(name)
+    return None if known is None else stored.get(known[1]) or stored.get(twins.get(known[1], ""))
+
+
+def _fits(info: TensorInfo, parameter: TensorInfo) -> bool:
+    """Say whether state has its parameter's shape, or need not have it: sums over an axis, Muon's placeholders."""
+    known = state_of(info.name)
+    if known is None or known[0] not in PREFIXES or info.shape == parameter.shape:
+        return True
+    return info.shape == (1,) and known[0] in _OTHERS
 
 
 def identity_rules(specs: Iterable[TensorSpec | TensorInfo]) -> RuleSet:

@@ -20,7 +20,7 @@ from ckptkit.plan.express import express
 from ckptkit.plan.plan import Fate, OutputTensor
 from ckptkit.types import TensorInfo, TensorSpec
 
-Kind = Literal["only_in_a", "only_in_b", "shape", "parts", "replica"]
+Kind = Literal["only_in_a", "only_in_b", "shape", "parts", "padding", "replica"]
 Side = Literal["hf", "dialect"]
 Same = Callable[[TensorInfo, TensorInfo], bool]
 _Row = tuple[Rule, Expr | None, tuple[str, ...]]  # what `express` yields
@@ -29,8 +29,8 @@ _Row = tuple[Rule, Expr | None, tuple[str, ...]]  # what `express` yields
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A difference that needs no reading: a tensor without a partner, of another shape, made of parts that do not fit
-    together, or with a replica that is no copy. `name` is its name where it is stored, in B when it is in both; `text`
-    says more, or is empty."""
+    together, with padding that is not zero, or with a replica that is no copy. `name` is its name where it is stored,
+    in B when it is in both; `text` says more, or is empty."""
 
     kind: Kind
     name: str

@@ -55,13 +55,22 @@ def check_files(
     return Sound(len(stored.tensors), total, compared, tuple(wrong), tuple(_added(stored, manifest)))
 
 
-def unlike_config(tensors: Mapping[str, TensorInfo], rules: RuleSet) -> list[str]:
-    """Return the tensors, whole ones, whose shape is not the one that config.json and the tables ask."""
-    return [
+def unlike_config(tensors: Mapping[str, TensorInfo], rules: RuleSet, others: RuleSet) -> list[str]:
+    """Return the tensors, whole ones, whose shape is not the one that config.json and the tables ask.
+
+    `rules` are by the side's own config.json, `others` by the other side's. Where the two name other tensors, those
+    that are missing, or unexpected, by its own are named, too; else that is for level weights to tell.
+    """
+    lines = [
         f"{rule.target} is {info.shape}, by config.json {rule.expr.shape}"
         for rule in rules.rules
         if (info := tensors.get(rule.target)) is not None and info.shape != rule.expr.shape
     ]
+    asked, known = ({rule.target: rule for rule in its.rules} for its in (rules, others))
+    more = [name for name, rule in asked.items() if name not in known and not rule.optional]
+    lines += [f"{name} is missing, and its own config.json asks for it" for name in more if name not in tensors]
+    odd = [name for name in known if name not in asked and name in tensors]
+    return lines + [f"{name} is there, and its own config.json knows no such tensor" for name in odd]
 
 
 def _wrong_tensors(

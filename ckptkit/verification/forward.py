@@ -23,6 +23,9 @@ from ckptkit.verification.runners.job import (
     REPORT,
     SCHEMA,
     SEAL,
+    Computed,
+    ComputedInput,
+    ComputedRow,
     Floats,
     Input,
     InputResult,
@@ -157,12 +160,34 @@ def _read_report(folder: Path) -> Result:
         shapes = [(name, tuple(net), tuple(tensor)) for name, net, tensor in found.pop("shapes")]
         benign = [(name, why) for name, why in found.pop("benign")]
         taps = [TapResult(**row) for row in found.pop("taps")]
+        computed = _computed(found.pop("computed", {}))
         rest = {key: value for key, value in found.items() if key in known}
-        return Result(**rest, inputs=rows, taps=taps, shapes=shapes, benign=benign)
+        return Result(**rest, inputs=rows, taps=taps, computed=computed, shapes=shapes, benign=benign)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptError(
             f"`{file}` is no report of this version of ckptkit: {error}", hint="make the dump again"
         ) from None
+
+
+def _computed(found: Mapping[str, Any]) -> Computed:
+    rows = [ComputedRow(**row) for row in found.get("rows", [])]
+    inputs = [ComputedInput(**row) for row in found.get("inputs", [])]
+    return Computed(**{**found, "rows": rows, "inputs": inputs})
+
+
+def part_of(result: Result) -> str:
+    """Return which layers alone were run (`layers 0, 40-43 of 80`); empty for all."""
+    total = result.reading["layers"]
+    if result.layers is None or len(result.layers) == total:
+        return ""
+    spans: list[list[int]] = []
+    for layer in result.layers:
+        if spans and layer == spans[-1][-1] + 1:
+            spans[-1][1:] = [layer]
+        else:
+            spans.append([layer])
+    words = ", ".join("-".join(map(str, span)) for span in spans)
+    return f"layer{'s' if len(result.layers) > 1 else ''} {words} of {total}"
 
 
 def compare(a: Dump, b: Dump) -> Forward:

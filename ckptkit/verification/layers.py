@@ -68,6 +68,12 @@ def traced_input(inputs: Sequence[Input]) -> str:
     return max(plain, key=lambda item: (item.name == "text", len(item.ids))).name
 
 
+def place(name: str) -> tuple[int | None, str]:
+    """Return the layer (None outside of the layers) and the part of an output, from its name in `Net.walk`."""
+    found = _NAME.fullmatch(name)
+    return (int(found[1]), found[2] or "block") if found else (None, name)
+
+
 def compare_layers(a: Dump, b: Dump, jobs: tuple[Job | None, Job]) -> Layers | None:
     """Compare what the two networks give inside for the input that both traced; None where one shows nothing.
 
@@ -99,8 +105,7 @@ def _rows(a: Dump, b: Dump, number: int) -> list[LayerRow]:
 
 
 def _row(name: str, a_TH: Floats, b_TH: Floats, limit: float) -> LayerRow:
-    found = _NAME.fullmatch(name)
-    layer, part = (int(found[1]), found[2] or "block") if found else (None, name)
+    layer, part = place(name)
     largest = float(np.abs(a_TH).max(initial=0.0, where=np.isfinite(a_TH)))
     if a_TH.shape != b_TH.shape or not (np.isfinite(a_TH).all() and np.isfinite(b_TH).all()):
         return LayerRow(name, layer, part, inf, limit, inf, largest)

@@ -1,10 +1,11 @@
 """The report of `ckptkit verify` as one HTML page that needs no network: what `--html FILE` writes.
 
-The page holds the report's data once, as JSON, and plotly.js, packed. Its tables are made here with Jinja2, so they
-are read without JavaScript too; the chart and the filter are `templates/verify.js`, which reads that JSON. Names come
-from checkpoints and are not trusted: Jinja2 escapes them, and by the page's content security policy a browser runs
-the two scripts that this module put there, known by their digests, and fetches nothing. What does not live here:
-what the page says of the data (`page_parts.py`), and what the figures mean (docs/verify.md).
+The page holds the report's data once, as JSON; that of the levels holds plotly.js too, packed. Its tables are made
+here with Jinja2, so they are read without JavaScript too; the filter is `templates/filter.js`, the chart `verify.js`,
+which reads that JSON. Names come from checkpoints and are not trusted: Jinja2 escapes them, and by the page's content
+security policy a browser runs the scripts that this module put there, known by their digests, and fetches nothing.
+What does not live here: what a page says of the data (`page_parts.py`, and `sanity_parts.py` for `--sanity`), and what
+the figures mean (docs/verify.md).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import hashlib
 import json
 import os
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib.resources import files
 from math import isfinite
 from pathlib import Path
@@ -25,6 +27,8 @@ from ckptkit.errors import UsageError, printable
 from ckptkit.formats.disk import disk_error, fsync_folder, write_file
 from ckptkit.report import fold_names, human_bytes
 from ckptkit.verification import page_parts as parts
+from ckptkit.verification import sanity_parts as sanity
+from ckptkit.verification.page_compute import compute_of
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -33,26 +37,39 @@ GENERATOR = "ckptkit verify --html"
 _HEAD_BYTES = 1024  # the generator is named among the first of them
 
 
-def write_page(data: Mapping[str, Any], file: Path, command: str, *, overwrite: bool = False) -> None:
+def write_page(data: Mapping[str, Any], file: Path, command: str, *, read: Iterable[Path] = ()) -> None:
     """Write the page about `data`, which is `Report.data` of verify, to `file`; it appears whole or not at all.
 
-    `command` is the shell's line that makes the report again. An older page at `file` is replaced, any other file only
-    with `overwrite`. Raises UsageError as `check_page` does, and ResourceError when the disk fails.
+    `command` is the shell's line that makes the report again. An older page at `file` is replaced, and never any other
+    file. Raises UsageError as `check_page` does, and ResourceError when the disk fails.
     """
-    check_page(file, overwrite=overwrite)
-    made = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    try:
-        write_file(made, page(data, command).encode())
+    check_page(file, read=read)
+    text = page(data, command)
+    with _made(file) as made:
+        write_file(made, text.encode())
         made.replace(file)
         fsync_folder(file.absolute().parent)
+
+
+@contextmanager
+def _made(file: Path) -> Iterator[Path]:
+    """Give the name under which a page is made beside its place, where nothing is left afterwards."""
+    made = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    try:
+        yield made
     except OSError as error:
         raise disk_error(error, file) from error
     finally:
-        made.unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that cannot be written says so even of what is not there
+            made.unlink(missing_ok=True)
 
 
-def check_page(file: Path, *, overwrite: bool = False) -> None:
-    """Raise UsageError when no page may be written to `file`, or none can be made; to be asked before a long run."""
+def check_page(file: Path, *, read: Iterable[Path] = ()) -> None:
+    """Raise UsageError when no page may be written to `file`, or none can be made; to be asked before a long run.
+
+    It may not be one of the files and folders in `read`, nor lie inside of one. Raises ResourceError where the disk
+    cannot be written.
+    """
     try:
         import jinja2  # noqa: F401
         import plotly  # type: ignore[import-untyped]  # noqa: F401
@@ -63,15 +80,27 @@ def check_page(file: Path, *, overwrite: bool = False) -> None:
         ) from error
     if not file.absolute().parent.is_dir():
         raise UsageError(f"cannot write `{file}`: there is no folder `{file.absolute().parent}`", hint="make it first")
-    if not os.path.lexists(file):
-        return
-    if not file.is_file() and not (file.is_symlink() and not file.exists()):
-        raise UsageError(f"`{file}` is there, and is no file", hint="name another file")
-    if not (overwrite or _is_page(file)):
-        raise UsageError(
-            f"`{file}` exists, and is no page that `{GENERATOR}` made",
-            hint="name another file, or pass `--overwrite` to replace it",
-        )
+    _check_outside(file, read)
+    if os.path.lexists(file):
+        if not file.is_file() and not (file.is_symlink() and not file.exists()):
+            raise UsageError(f"`{file}` is there, and is no file", hint="name another file")
+        if not _is_page(file):
+            raise UsageError(f"`{file}` exists, and is no page that `{GENERATOR}` made", hint="name another file")
+    with _made(file) as made:
+        made.touch(exist_ok=False)
+
+
+def _check_outside(file: Path, read: Iterable[Path]) -> None:
+    """Raise UsageError for a page that would take the place of what is read, or lie among it."""
+    places = {Path(os.path.realpath(file)), Path(os.path.realpath(file.parent)) / file.name}  # a link's end, and itself
+    for source in read:
+        origin = Path(os.path.realpath(source))
+        if any(place == origin or origin in place.parents for place in places):
+            raise UsageError(
+                f"the page `{file}` is the same as, or inside, `{source}`, which is read or written here",
+                why="it would be a file of the checkpoint or of the dump, or take the place of one",
+                hint="name a file elsewhere",
+            )
 
 
 def _is_page(file: Path) -> bool:
@@ -84,15 +113,49 @@ def _is_page(file: Path) -> bool:
 
 def page(data: Mapping[str, Any], command: str) -> str:
     """Return the page as text that UTF-8 can encode."""
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
+    plain: dict[str, Any] = _finite(data)
+    if plain["level"] == "sanity":
+        return _render("sanity.html.j2", plain, command, [_asset("filter.js")], sanity.words(plain))
+    return _verify_page(plain, command)
+
+
+def _verify_page(plain: Mapping[str, Any], command: str) -> str:
     from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
-    plain: dict[str, Any] = _finite(data)
-    library, script = get_plotlyjs(), _asset("verify.js")
+    library, script = get_plotlyjs(), _asset("filter.js") + _asset("verify.js")
+    parameters = plain.get("parameters", [])
+    words = {
+        "title": f"{parts.mark(plain)}: {plain['b']['path']}",
+        "mark": parts.mark(plain),
+        "compute": compute_of(plain),
+        "plotly": b64encode(gzip.compress(library.encode(), mtime=0)).decode(),
+        "layers": plain.get("layers"),
+        "forward": plain.get("forward", {}),
+        "inputs": plain.get("forward", {}).get("inputs", []),
+        "shards": plain.get("shards", []),
+        "benign": plain.get("benign", []),
+        "verdict": parts.verdict(plain),
+        "levels": parts.levels(plain),
+        "counts": parts.counts(parameters),
+        "groups": parts.groups(parameters),
+        "sides": parts.sides(plain),
+        "rows_of": parts.rows_of,
+        "notes": parts.notes(plain),
+    }
+    return _render("verify.html.j2", plain, command, [script, library], words)
+
+
+def _render(
+    template: str, plain: Mapping[str, Any], command: str, scripts: Sequence[str], words: Mapping[str, Any]
+) -> str:
+    """Return a template filled with `words`; the first of `scripts` is run when the page is opened, others by it."""
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+    from markupsafe import Markup
+
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, finalize=_printable, trim_blocks=True, lstrip_blocks=True
-    )
+        loader=FunctionLoader(_asset), autoescape=True, undefined=StrictUndefined, finalize=_printable,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
     environment.filters |= {
         "figure": _figure,
         "words": _words,
@@ -101,30 +164,17 @@ def page(data: Mapping[str, Any], command: str) -> str:
         "coded": _coded,
         "bytes": human_bytes,
     }
-    parameters = plain.get("parameters", [])
-    return environment.from_string(_asset("verify.html.j2")).render(
+    return environment.get_template(template).render(
         generator=f"{GENERATOR} {__version__}",
         policy=f"default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; base-uri 'none'; "
-        f"form-action 'none'; script-src {_digest(script)} {_digest(library)}",
+        f"form-action 'none'; script-src {' '.join(map(_digest, scripts))}",
         style=Markup(_asset("verify.css")),
-        script=Markup(script),
+        script=Markup(scripts[0]),
         json=Markup(_json(plain)),
-        plotly=b64encode(gzip.compress(library.encode(), mtime=0)).decode(),
         data=plain,
-        layers=plain.get("layers"),
-        forward=plain.get("forward", {}),
-        inputs=plain.get("forward", {}).get("inputs", []),
-        shards=plain.get("shards", []),
-        benign=plain.get("benign", []),
         command=command,
-        verdict=parts.verdict(plain),
-        levels=parts.levels(plain),
-        counts=parts.counts(parameters),
         status_words=parts.STATUS,
-        groups=parts.groups(parameters),
-        sides=parts.sides(plain),
-        rows_of=parts.rows_of,
-        notes=parts.notes(plain),
+        **words,
     )
 
 

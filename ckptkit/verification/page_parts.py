@@ -10,6 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptkit.verification.page_compute import state as compute_state
+from ckptkit.verification.page_compute import verdicts
+
 Data = Mapping[str, Any]
 
 STATUS = {
@@ -19,8 +22,13 @@ STATUS = {
     "unexpected": "unexpected",
     "dtype": "other dtype",
     "loaded": "loaded",
+    # those of `--sanity`
+    "wrong": "wrong",
+    "suspect": "suspect",
+    "note": "noted",
+    "fine": "nothing odd",
 }
-_SOUND = ("loaded", "dtype")
+_RANKS = {"suspect": 1, "note": 2, "loaded": 3, "dtype": 3, "fine": 3}  # what comes first; all others are 0
 _OPEN_GROUPS = 3  # layers with something wrong that are shown unfolded at first
 _NO_LAYER = "outside of the layers"
 _DIGITS = 18  # of a layer's number; a longer one is a name
@@ -48,8 +56,12 @@ class Group:
         return counts(parameter for _, parameter in self.rows)
 
     @property
+    def rank(self) -> int:
+        return min(_rank(parameter) for _, parameter in self.rows)
+
+    @property
     def sound(self) -> bool:
-        return all(parameter["status"] in _SOUND for _, parameter in self.rows)
+        return self.rank >= _RANKS["note"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +88,23 @@ class Side:
 
 def verdict(data: Data) -> str:
     """Return the verdict in a line, without the paths."""
-    failed, level = data["failed"], data["level"]
+    part = f" ({data['part']} alone)" if data.get("part") else ""
+    return "; ".join([_compared(data) + part, *verdicts(data)])
+
+
+def mark(data: Data) -> str:
+    """Return the verdict in a word."""
+    if _failed_levels(data):
+        return "Differs"
+    return "Overflows" if data["failed"] else "Passed"
+
+
+def _failed_levels(data: Data) -> list[str]:
+    return [name for name in data["failed"] if name != "compute"]
+
+
+def _compared(data: Data) -> str:
+    failed, level = _failed_levels(data), data["level"]
     if "format" not in data["a"]:  # one side alone
         if "b" not in data.get("forward", {}):
             return "A's forward pass could not be run soundly" if failed else "A's forward pass was run and kept"
@@ -99,6 +127,8 @@ def levels(data: Data) -> list[Level]:
         else:
             state = "not tried" if number <= asked else "not asked for"
         found.append(Level(name, state))
+    if "compute" in data:
+        found.append(Level(data["compute"]["dtype"], compute_state(data)))
     return found
 
 
@@ -119,12 +149,16 @@ def groups(parameters: Sequence[Data]) -> list[Group]:
         title = f"{key[0]}.{key[1]}".removeprefix(".") if key != ("", -1) else _NO_LAYER
         found.setdefault(key, Group(title)).rows.append((row, parameter))
     ordered = [found[key] for key in sorted(found, key=lambda key: (stacks[key[0]], key[1]))]
-    ordered.sort(key=lambda group: group.sound)
+    ordered.sort(key=lambda group: group.rank)
     for group in ordered:
-        group.rows.sort(key=lambda row: row[1]["status"] in _SOUND)
+        group.rows.sort(key=lambda row: _rank(row[1]))
     for group in ordered[:_OPEN_GROUPS]:
         group.unfolded = not group.sound
     return ordered
+
+
+def _rank(parameter: Data) -> int:
+    return _RANKS.get(parameter["status"], 0)
 
 
 def _layer(name: str) -> tuple[str, int]:

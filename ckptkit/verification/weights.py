@@ -7,7 +7,7 @@ B's. What does not live here: opening the sides and settling their naming (`comm
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,10 +19,13 @@ from ckptkit.plan.join import Joined
 from ckptkit.plan.pair import Pairing
 from ckptkit.plan.plan import Fate, OutputTensor
 from ckptkit.types import Region
+from ckptkit.values import FLOATS
 
 Progress = Callable[[int, int], Callable[[int], None]]
 Status = Literal["loaded", "dtype", "value", "shape", "missing", "unexpected"]
-_STATUS_OF: dict[str, Status] = {"only_in_a": "missing", "only_in_b": "unexpected", "shape": "shape", "parts": "value"}
+_STATUS_OF: dict[str, Status] = {
+    "only_in_a": "missing", "only_in_b": "unexpected", "shape": "shape", "parts": "value", "padding": "value",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +86,20 @@ def _of_pairs(pairing: Pairing, comparison: Comparison, tallies: Sequence[Tally]
 class Parameter:
     """What becomes of one parameter when B is loaded in A's place. `name` is its name in B, or in A if B lacks it.
 
-    `dtype`: all that differs is the dtype, and the values are equal or exactly those that rounding gives; `alone`, and
-    then no success, when values were rounded that are not in other tensors of the same dtype.
+    `dtype`: all that differs is the dtype, and the values are equal or exactly those that rounding gives. That is no
+    success, and `wrong`, for training state, which is never cast, and where values were rounded that are not in other
+    tensors of the same dtype.
     """
 
     name: str
     status: Status
     tally: Tally | None = None
     text: str = ""
-    alone: bool = False
+    wrong: bool = False
 
     @property
     def ok(self) -> bool:
-        return self.status in ("loaded", "dtype") and not self.alone
+        return self.status in ("loaded", "dtype") and not self.wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,24 +111,31 @@ class LoadStatus:
 
     @property
     def ok(self) -> bool:
-        return all(parameter.ok for parameter in self.parameters)
+        """All are loaded, and there is at least one: two sides of nothing prove nothing."""
+        return bool(self.parameters) and all(parameter.ok for parameter in self.parameters)
 
 
-def load_status(compared: Compared, kept: Collection[str] = ()) -> LoadStatus:
+def load_status(
+    compared: Compared, kept: Collection[str] = (), odd: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
+) -> LoadStatus:
     """Say of each parameter whether it is loaded, missing, unexpected, of another shape or dtype, or differs.
 
     Training state that only one side has is benign; that both have is compared like any tensor. A cast rounds all
-    tensors of a dtype but those in `kept`: where it rounded some of them only, these are no success.
+    tensors of a dtype but those in `kept`: where it rounded some of them only, these are no success. `odd` is the
+    state of each side, by name, that fits no parameter of it, and why: no success either, where it has no partner.
     """
     pairing = compared.pairing
     stateful = {side: _has_state(pairing, side) for side in ("only_in_a", "only_in_b")}
     one_sided = stateful["only_in_a"] != stateful["only_in_b"] and not any(
         is_state(output.spec.name) for output in pairing.outputs
     )
-    found = _paired(compared.tallies, kept)
+    found = _paired(compared.rows, kept)
     benign = list(pairing.benign)
     for finding in pairing.findings:
-        if one_sided and finding.kind != "shape" and is_state(finding.name):
+        why = {"only_in_a": odd[0], "only_in_b": odd[1]}.get(finding.kind, {}).get(finding.name)
+        if why is not None:
+            found.append(Parameter(finding.name, "unexpected", None, f"only in {finding.kind[-1].upper()}: {why}"))
+        elif one_sided and finding.kind != "shape" and is_state(finding.name):
             benign.append(Fate(finding.name, f"only in {finding.kind[-1].upper()}: training state, no weight"))
         else:
             found.append(Parameter(finding.name, _STATUS_OF[finding.kind], None, finding.text))
@@ -133,28 +144,65 @@ def load_status(compared: Compared, kept: Collection[str] = ()) -> LoadStatus:
     return LoadStatus(tuple(found), tuple(benign))
 
 
-def _paired(tallies: Sequence[Tally], kept: Collection[str]) -> list[Parameter]:
+def _paired(rows: Sequence[tuple[OutputTensor, Tally]], kept: Collection[str]) -> list[Parameter]:
+    tallies = [tally for _, tally in rows]
+    split = _casts_of_one(rows)
     left = Counter(
         tally.mine.dtype
         for tally in tallies
         if tally.mine.dtype == tally.theirs.dtype and tally.theirs.name not in kept and not is_state(tally.theirs.name)
     )
     found = []
-    for tally in tallies:
-        status, count = status_of(tally), left[tally.mine.dtype]
-        if status == "dtype" and tally.changed and count:
-            text = f"values were rounded here, and not in {count} other tensor{'s' * (count > 1)} of {tally.mine.dtype}"
-            found.append(Parameter(tally.theirs.name, status, tally, text, alone=True))
-        else:
-            found.append(Parameter(tally.theirs.name, status, tally))
+    for output, tally in rows:
+        status = status_of(tally)
+        text = _why_no_cast(tally, left[tally.mine.dtype])
+        if status == "dtype" and not text:
+            text = next((split[name] for name in output.inputs if name in split), "")
+        found.append(Parameter(tally.theirs.name, status, tally, text, wrong=status == "dtype" and bool(text)))
     return found
 
 
+def _casts_of_one(rows: Sequence[tuple[OutputTensor, Tally]]) -> dict[str, str]:
+    """Return the tensors of A that B has in parts, some of them rounded, of several dtypes, by name, and what is wrong.
+
+    No one dtype is what such a tensor is rounded to, so level forward could not run both sides on the same values.
+    """
+    dtypes: dict[str, set[str]] = {}
+    rounded: set[str] = set()
+    for output, tally in rows:
+        for name in output.inputs:
+            dtypes.setdefault(name, set()).add(tally.theirs.dtype)
+            if tally.changed and tally.rounded:
+                rounded.add(name)
+    return {
+        name: f"one tensor of A, `{name}`, is {' and '.join(sorted(dtypes[name]))} in parts: a cast has one dtype"
+        for name in rounded
+        if len(dtypes[name]) > 1
+    }
+
+
+def _why_no_cast(tally: Tally, left: int) -> str:
+    """Return why two dtypes are no cast that a checkpoint may have gone through, else nothing.
+
+    `left` other tensors kept the dtype that this one has in A.
+    """
+    dtypes = {tally.mine.dtype, tally.theirs.dtype}
+    if len(dtypes) == 1:
+        return ""
+    if is_state(tally.theirs.name):
+        return "training state is never cast"
+    if not dtypes <= FLOATS:
+        return "no rounding leads from one of these dtypes to the other"
+    if status_of(tally) == "dtype" and tally.changed and left:
+        return f"values were rounded here, and not in {left} other tensor{'s' * (left > 1)} of {tally.mine.dtype}"
+    return ""
+
+
 def status_of(tally: Tally) -> Status:
-    """Return what a tally means; without figures (`max_abs`), two dtypes are no cast of one another."""
+    """Return what a tally means; of two dtypes only floats are a cast of one another."""
     if tally.mine.dtype == tally.theirs.dtype:
         return "value" if tally.changed else "loaded"
-    return "dtype" if tally.is_cast and tally.max_abs is not None else "value"
+    return "dtype" if tally.is_cast and {tally.mine.dtype, tally.theirs.dtype} <= FLOATS else "value"
 
 
 def rounding(compared: Compared) -> tuple[dict[str, str], dict[str, str]]:

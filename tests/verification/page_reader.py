@@ -82,8 +82,18 @@ def odd_figures(text: str, data: dict[str, Any]) -> list[str]:
     for found in data.get("layers", {}).get("rows", []):
         keys = ("relative", "bound", "max_abs", "largest")
         wanted[f"layers {found['name']}"] = (found["name"], numbers(*(found[key] for key in keys)))
+    computed = data.get("compute", {})
+    sides = [computed[label] for label in "ab" if label in computed]
+    for at in range(len(sides[0]["rows"]) if sides else 0):
+        cells = [side["rows"][at] for side in sides]
+        keys = ("relative", "largest", "share", "not_finite")
+        wanted[f"compute {at}"] = (cells[0]["name"], numbers(*(cell[key] for cell in cells for key in keys)))
+    for at in range(len(sides[0]["inputs"]) if sides else 0):
+        cells = [side["inputs"][at] for side in sides]
+        figures = numbers(cells[0]["tokens"], *(cell[key] for cell in cells for key in ("relative", "top1")))
+        wanted[f"computed {at}"] = (cells[0]["name"], figures)
     shown = {f"parameter {row.number}": row for row in rows if row.number}
-    for table in ("logits", "layers"):
+    for table in ("logits", "layers", "compute", "computed"):
         own = [row for row in rows if row.of == table and row.values]
         known = [key for key in wanted if key.startswith(f"{table} ")]
         assert len(own) == len(known)

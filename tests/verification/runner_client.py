@@ -14,9 +14,12 @@ import functools
 import importlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ckptkit.verification.runners.main import main as run
 
@@ -48,8 +51,44 @@ def pad_with_zero(net: Any) -> None:
     net._cell.model.casual_mask.pad_token_id = 0
 
 
+@contextmanager
+def _nothing(names: Sequence[str]) -> Iterator[None]:
+    yield
+
+
+def stay_in_float32(net: Any) -> None:
+    """Run in float32 what should run in another dtype."""
+    if net.runner == "builtin":
+        net._decoder._low_kernels.lower = lambda x: x
+    else:
+        net.lowered = _nothing
+
+
+def keep_rounded(net: Any) -> None:
+    """Leave the weights as rounding to the other dtype makes them."""
+    lowered = net.lowered
+
+    @contextmanager
+    def changed(names: Sequence[str]) -> Iterator[None]:
+        with lowered(names):
+            yield
+        for name in names:
+            net.put(name, net.get(name).astype(np.float16).astype(np.float32))
+
+    net.lowered = changed
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {
-    change.__name__: change for change in (train, lose_mask, remember_inputs, halve_frequencies, pad_with_zero)
+    change.__name__: change
+    for change in (
+        train,
+        lose_mask,
+        remember_inputs,
+        halve_frequencies,
+        pad_with_zero,
+        stay_in_float32,
+        keep_rounded,
+    )
 }
 
 

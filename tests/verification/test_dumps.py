@@ -13,10 +13,10 @@ from runner_jobs import config_of, make_folder
 
 from ckptkit import CorruptError, UsageError, verify
 from ckptkit.errors import CkptkitError, ResourceError
-from ckptkit.verification.dumps import DumpFolder
+from ckptkit.verification.dumps import DumpFolder, check_dump_target
 from ckptkit.verification.forward import compare, open_dump
 from ckptkit.verification.runners.facts import read_facts
-from ckptkit.verification.runners.job import REPORT
+from ckptkit.verification.runners.job import REPORT, SEAL
 from tests.rank_results import read_file, write_whole
 
 pytestmark = pytest.mark.frameworks
@@ -156,3 +156,55 @@ def test_both_frameworks_read_a_model_of_experts_without_any_alike(tmp_path: Pat
     found = open_dump(tmp_path / "out.dump").result.reading
     told = read_facts(json.loads((folder / "config.json").read_text())).reading()
     assert {key: found[key] for key in ("experts", "moe_ffn")} == {key: told[key] for key in ("experts", "moe_ffn")}
+
+
+def file_called_report(folder: Path) -> None:
+    for name in ("inputs.json", "logits-0.npy"):
+        (folder / name).unlink()
+    (folder / REPORT).write_text('{"schema": 1, "mine": "a year of work"}')
+
+
+def unsealed(folder: Path) -> None:
+    report = json.loads((folder / REPORT).read_text())
+    (folder / REPORT).write_text(json.dumps({key: value for key, value in report.items() if key != SEAL}))
+
+
+def notes_of_mine(folder: Path) -> None:
+    (folder / "notes.txt").write_text("mine")
+
+
+def folder_of_mine(folder: Path) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "thesis.txt").write_text("mine")
+
+
+def logits_that_no_run_wrote(folder: Path) -> None:
+    (folder / "logits-999.npy").write_bytes(b"mine")
+
+
+@pytest.mark.parametrize(
+    "change", [file_called_report, unsealed, notes_of_mine, folder_of_mine, logits_that_no_run_wrote]
+)
+def test_what_is_not_of_a_dump_is_never_replaced(
+    hf: Path, dump: Path, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    """Neither before a run nor where it came during one. The dump alone is the control: it may be replaced."""
+    place = tmp_path / "out"
+    shutil.copytree(dump, place)
+    target = DumpFolder(place, overwrite=True)
+    check_dump_target(target, [hf])
+    change(place)
+    before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
+    with pytest.raises(UsageError) as refused:
+        check_dump_target(target, [hf])
+    assert refused.value.items
+    with pytest.raises(UsageError), target.partial() as made:
+        (made / REPORT).write_text("{}")
+        target.finish(made)
+    assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
+
+
+def test_a_link_to_a_dump_is_no_dump(dump: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(dump)
+    with pytest.raises(UsageError):
+        check_dump_target(DumpFolder(tmp_path / "link", overwrite=True), [])

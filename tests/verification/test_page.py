@@ -248,7 +248,7 @@ def test_text_has_the_contrast_that_wcag_asks_for_in_both_color_schemes() -> Non
     assert contrast("#777777", "#ffffff") < 4.5 < contrast("#767676", "#ffffff")
 
 
-def test_a_page_replaces_a_page_and_nothing_else_unless_told(weights: dict[str, Any], tmp_path: Path) -> None:
+def test_a_page_replaces_a_page_and_nothing_else(weights: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     write_page(weights, file, "first")
     write_page(weights, file, "second")
@@ -258,18 +258,19 @@ def test_a_page_replaces_a_page_and_nothing_else_unless_told(weights: dict[str, 
         with pytest.raises(UsageError, match="is no page that"):
             write_page(weights, file, "third")
     assert file.read_text() == "<!doctype html>mine"
-    write_page(weights, file, "third", overwrite=True)
-    assert "<code>third</code>" in file.read_text()
     assert list(tmp_path.iterdir()) == [file]
 
 
 def test_a_link_is_replaced_and_not_what_it_points_to(weights: dict[str, Any], tmp_path: Path) -> None:
+    """A link to an older page, that is; one to anything else is kept."""
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "report.html").symlink_to("mine")
     with pytest.raises(UsageError, match="is no page that"):
         write_page(weights, tmp_path / "report.html", COMMAND)
-    write_page(weights, tmp_path / "report.html", COMMAND, overwrite=True)
-    assert (tmp_path / "mine").read_text() == "mine" and not (tmp_path / "report.html").is_symlink()
+    (tmp_path / "mine").unlink()
+    write_page(weights, tmp_path / "mine", "first")
+    write_page(weights, tmp_path / "report.html", "second")
+    assert "<code>first</code>" in (tmp_path / "mine").read_text() and not (tmp_path / "report.html").is_symlink()
 
 
 def test_where_no_page_can_be_is_known_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

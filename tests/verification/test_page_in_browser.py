@@ -1,162 +1,21 @@
 """The contract of the page in a real browser without network: it draws, its numbers are the data's, and it filters.
 
-Chromium is driven through its own protocol over a pipe, with real key strokes and a real mouse. Where there is no
-Chromium, these tests are skipped.
+Where there is no Chromium, these tests are skipped. What does not live here: driving it (`chromium.py`).
 """
 
 from __future__ import annotations
 
-import base64
-import fcntl
 import json
-import os
-import select
-import shutil
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from page_data import COMMAND, UNTRUSTED, Data, big_report, untrusted_report, weights_report
+from chromium import NEEDS_CHROMIUM, Browser
+from page_data import COMMAND, UNTRUSTED, Data, big_report, layers_data, untrusted_report, weights_report
 
 from ckptkit.verification.page import page
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (Debian: apt-get install chromium)")
-FLAGS = [
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars",
-    "--host-resolver-rules=MAP * ~NOTFOUND", "--disable-background-networking", "--remote-debugging-pipe",
-    "--window-size=1280,1600",
-]  # fmt: skip
-PATIENCE = 90.0
-
-
-class Browser:
-    """A headless Chromium with one page, and the events that it told of."""
-
-    def __init__(self, folder: Path) -> None:
-        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for pair in (os.pipe(), os.pipe()) for end in _closed_after(pair)]
-        reads, self._out, self._in, writes = ends
-        for mine in (self._out, self._in):
-            os.set_inheritable(mine, False)
-        script = f'exec "$0" "$@" 3<&{reads} 4>&{writes}'
-        command = ["bash", "-c", script, str(CHROMIUM), *FLAGS, f"--user-data-dir={folder}", "about:blank"]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            pass_fds=(reads, writes), env={**os.environ, "HOME": str(folder)},
-        )  # fmt: skip
-        os.close(reads)
-        os.close(writes)
-        self._buffer, self._number, self._session = b"", 0, ""
-        self.events: list[Data] = []
-
-    def connect(self) -> None:
-        """Take hold of the page that Chromium opened, and ask to be told of what happens in it."""
-        pages = [t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"]
-        self._session = self.call("Target.attachToTarget", targetId=pages[0]["targetId"], flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.call(f"{domain}.enable")
-
-    def call(self, method: str, **params: Any) -> Data:
-        """Ask for something and wait for the answer."""
-        self._number += 1
-        session = {"sessionId": self._session} if self._session else {}
-        message = {"id": self._number, "method": method, "params": params, **session}
-        os.write(self._out, json.dumps(message).encode() + b"\0")
-        while (found := self._receive()).get("id") != self._number:
-            self.events.append(found)
-        assert "error" not in found, found
-        return dict(found["result"])
-
-    def _receive(self) -> Data:
-        until = time.monotonic() + PATIENCE
-        while b"\0" not in self._buffer:
-            ready, _, _ = select.select([self._in], [], [], max(0.0, until - time.monotonic()))
-            block = os.read(self._in, 1 << 20) if ready else b""
-            assert block, "Chromium does not answer"
-            self._buffer += block
-        message, self._buffer = self._buffer.split(b"\0", 1)
-        return dict(json.loads(message))
-
-    def evaluate(self, script: str) -> Any:
-        """Return the value of a script's expression in the page, which may be a promise."""
-        found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
-
-    def open(self, file: Path) -> None:
-        """Open a page and wait until its chart is drawn, where it has one."""
-        self.events.clear()
-        self.call("Page.navigate", url=file.as_uri())
-        self.wait("document.readyState === 'complete' && document.URL.startsWith('file:')")
-        self.wait("!document.getElementById('chart') || document.getElementById('chart').dataset.done === 'yes'")
-
-    def wait(self, condition: str) -> None:
-        until = time.monotonic() + PATIENCE
-        while not self.evaluate(condition):
-            assert time.monotonic() < until, f"never came true: {condition}"
-            time.sleep(0.05)
-
-    def point(self, selector: str, event: str = "mouseMoved") -> None:
-        """Move the mouse to the middle of an element, or press or release it there."""
-        script = f"""(() => {{
-            const element = document.querySelector({json.dumps(selector)});
-            element.scrollIntoView({{block: "center"}});
-            const box = element.getBoundingClientRect();
-            return [box.x + box.width / 2, box.y + box.height / 2];
-        }})()"""
-        x, y = self.evaluate(script)
-        button = {} if event == "mouseMoved" else {"button": "left", "clickCount": 1}
-        self.call("Input.dispatchMouseEvent", type=event, x=x, y=y, **button)
-
-    def click(self, selector: str) -> None:
-        for event in ("mouseMoved", "mousePressed", "mouseReleased"):
-            self.point(selector, event)
-
-    def screenshot(self, file: Path) -> bytes:
-        image = base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
-        file.write_bytes(image)
-        return image
-
-    def complaints(self) -> list[str]:
-        """Return what the page asked of a network, and errors: of scripts, and of the security policy."""
-        found = []
-        self.evaluate("1")
-        for event in self.events:
-            method, params = event["method"], event["params"]
-            if method == "Network.requestWillBeSent" and not params["request"]["url"].startswith(("file:", "data:")):
-                found.append(params["request"]["url"])
-            elif method == "Runtime.exceptionThrown":
-                found.append(str(params["exceptionDetails"]))
-            elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning"):
-                found.append(str(params["args"]))
-            elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
-                found.append(params["entry"]["text"])
-        return found
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        os.close(self._out)
-        os.close(self._in)
-
-
-def _closed_after(pair: tuple[int, int]) -> Iterator[int]:
-    for end in pair:
-        yield end
-        os.close(end)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    browser = Browser(tmp_path_factory.mktemp("chromium"))
-    try:
-        browser.connect()
-        yield browser
-    finally:
-        browser.close()
+pytestmark = NEEDS_CHROMIUM
 
 
 @pytest.fixture(scope="module")
@@ -281,6 +140,54 @@ def test_no_name_runs_or_becomes_an_element(browser: Browser, pages: dict[str, t
         "window.hacked === undefined && document.querySelector('main img, main a, main script') === null"
     )
     assert browser.complaints() == []
+
+
+FITS = "document.querySelector('#chart .main-svg').clientWidth === document.getElementById('chart').clientWidth"
+MARK = """(() => {
+    const text = document.querySelector('#chart .annotation-text').getBoundingClientRect();
+    const svg = document.querySelector('#chart .main-svg').getBoundingClientRect();
+    return {
+        cut: text.left < svg.left || text.right > svg.right || text.top < svg.top,
+        wide: document.documentElement.scrollWidth > innerWidth,
+        words: document.querySelector('#chart .annotation-text').textContent,
+    };
+})()"""
+
+
+@pytest.mark.parametrize("first", [0, 11, 14, 15, 29])
+def test_on_a_narrow_screen_the_words_of_the_first_divergence_are_whole(
+    browser: Browser, tmp_path: Path, first: int
+) -> None:
+    """420 pixels, as of a phone: opened there, and made as narrow while the page is open."""
+    layers = layers_data(30, first)
+    (tmp_path / "page.html").write_text(page(big_report(30, 3) | {"layers": layers}, COMMAND))
+    try:
+        for widths in ((420,), (1280, 420)):
+            for number, width in enumerate(widths):
+                browser.resize(width)
+                if number == 0:
+                    browser.open(tmp_path / "page.html")
+                browser.wait(FITS)
+                found = browser.evaluate(MARK)
+                assert found == {"cut": False, "wide": False, "words": f"first divergence: layers.{first}.attention"}
+        control = "{'annotations[0].x': 29 * 3, 'annotations[0].xanchor': 'left'}"
+        browser.evaluate(f"Plotly.relayout('chart', {control}).then(() => null)")
+        assert browser.evaluate(MARK)["cut"]
+    finally:
+        browser.resize(0)
+
+
+def test_a_long_name_of_the_first_divergence_is_shortened_to_the_screen(browser: Browser, tmp_path: Path) -> None:
+    data = big_report(30, 3)
+    data["layers"]["rows"][46]["name"] = data["layers"]["first"] = name = "layers.15." + "attention" * 9
+    (tmp_path / "page.html").write_text(page(data, COMMAND))
+    try:
+        browser.resize(420)
+        browser.open(tmp_path / "page.html")
+        found = browser.evaluate(MARK)
+        assert not found["cut"] and found["words"].startswith(f"first divergence:{name[:20]}"), found
+    finally:
+        browser.resize(0)
 
 
 def test_the_page_follows_the_color_scheme(browser: Browser, big: Data) -> None:

@@ -19,7 +19,7 @@ from ckptkit.errors import (
 from ckptkit.verification.process import error_of, run_process
 from ckptkit.verification.runners.job import Job
 from ckptkit.verification.runners.main import main
-from ckptkit.verification.runners.run_net import Net
+from ckptkit.verification.runners.net import Net
 
 
 def test_an_error_of_a_runner_comes_back_whole(tmp_path: Path) -> None:

@@ -108,5 +108,5 @@ def test_a_streamed_network_has_one_block_in_memory(runner: str, tmp_path: Path)
             assert report["inputs"][0]["repeated"]
             peaks.append(report["peak_bytes"])
         over[stream] = peaks[1] - peaks[0]
-    assert over[True] < 0.45 * model_bytes, over
+    assert over[True] < 0.25 * model_bytes, over  # 0.14 at most; parameters that stay in cycles made it 0.39
     assert over[False] > 0.8 * model_bytes, over

@@ -175,7 +175,8 @@ def test_layouts_that_nothing_tells_are_not_guessed(hf: Path, ms: Path, tmp_path
 @contextmanager
 def running(hf: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Start a dump of `hf` in `folder`; give the command's process and the number of its runner's."""
-    words = [*COMMAND, str(hf), "--dump", str(folder / "dump")]
+    # a shell that starts the tests in the background has them, and their children, ignore Ctrl-C
+    words = ["env", "--default-signal=INT", *COMMAND, str(hf), "--dump", str(folder / "dump")]
     with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process, first_child(process)

@@ -60,7 +60,9 @@ def _mix(layer: Layer, q_NQD: Tensor, k_KTD: Tensor, v_KTD: Tensor, mask_NT: Ten
     tokens, heads, size = q_NQD.shape
     groups, total, _ = k_KTD.shape
     q_KND = q_NQD.reshape(tokens, groups, -1, size).transpose(1, 2, 0, 3).reshape(groups, -1, size)
-    scores_KNT = layer.kernels.scores(q_KND, k_KTD) * size**-0.5
+    products_KNT = layer.kernels.scores(q_KND, k_KTD)
+    layer.see("q @ k", products_KNT)
+    scores_KNT = products_KNT * size**-0.5
     masked_QNT = scores_KNT.reshape(heads, tokens, total) + mask_NT
     weights_KNT = layer.kernels.softmax(masked_QNT).reshape(groups, -1, total)
     mixed_KGND = layer.kernels.mix(weights_KNT, v_KTD).reshape(groups, -1, tokens, size)

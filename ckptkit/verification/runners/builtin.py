@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from ckptkit.verification.runners.dialects import find_dialect
 from ckptkit.verification.runners.facts import Facts, read_facts
 from ckptkit.verification.runners.frameworks import framework
 from ckptkit.verification.runners.job import Floats, Job
+from ckptkit.verification.runners.low_kernels import KEPT, LowKernels
 from ckptkit.verification.runners.main import main
 from ckptkit.verification.runners.mindspore_exact import be_exact, mindspore_device
-from ckptkit.verification.runners.run_net import WHOLE, Net, Tap, Walk, as_one
+from ckptkit.verification.runners.net import WHOLE, Net, Tap, Walk, Watch, as_one
 
 INV_FREQ = "rotary.inv_freq"
 _ENVIRONMENT = {"GLOG_v": "3"}  # errors only, and on stderr
@@ -35,6 +37,7 @@ class BuiltinNet:
     runner = "builtin"
     takes_positions = True
     constants: Sequence[str] = (INV_FREQ,)
+    kept: Sequence[str] = KEPT
 
     def __init__(self, decoder: Decoder, *, streamed: bool) -> None:
         self.versions: dict[str, str] = {}
@@ -68,8 +71,17 @@ class BuiltinNet:
     def free(self, names: Sequence[str]) -> None:
         self._decoder.free(names)
 
+    def lowered(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        return self._decoder.lowered(names)
+
     def walk(self, ids: Sequence[int], positions: Sequence[int] | None, tap: Tap | None) -> Walk:
         steps = self._decoder.walk(ids, positions, tap)
+        return steps if self._streamed else as_one(steps)
+
+    def watched(
+        self, ids: Sequence[int], positions: Sequence[int] | None, tap: Tap | None, watch: Watch, *, low: bool
+    ) -> Walk:
+        steps = self._decoder.walk(ids, positions, tap, watch, low=low)
         return steps if self._streamed else as_one(steps)
 
 
@@ -91,7 +103,10 @@ def build(job: Job) -> Net:
         os.environ.setdefault(name, value)
     mindspore = framework("mindspore")
     settings = be_exact(mindspore, target, index)
-    net = BuiltinNet(Decoder(mindspore, facts, dialect, job.layers), streamed=job.stream)
+    low = LowKernels(mindspore, job.compute) if job.compute else None
+    if low is not None:
+        low.try_all(job.device)
+    net = BuiltinNet(Decoder(mindspore, facts, dialect, job.layers, low), streamed=job.stream)
     net.settings = settings
     versions = {"mindspore": mindspore.__version__, "numpy": np.__version__}
     net.versions = {**versions, "python": platform.python_version()}

@@ -49,7 +49,7 @@ class Stored:
     rounded: str = ""
 
     def read(self, pool: FilePool) -> Floats:
-        """Return the values, exact but for `rounded` (float64 and 64-bit integers are refused before)."""
+        """Return the values, exact but for `rounded`; of F16, BF16 or F32 (others are refused before)."""
         out = np.empty(self.shape, DTYPES[self.dtype].carrier)
         for piece in self.pieces:
             box: tuple[Any, ...] = Region.whole(piece.source.shape).shifted(piece.start).slices()
@@ -91,7 +91,8 @@ class Job:
     `dialect` and `variant` name the tensors' naming and the layout of fused ones. With `sensitivity`, the inputs run
     a third time with every weight moved by one unit in its last place. `trace` is the name of an input whose outputs
     inside of the network are kept. With `stream`, one block of the network is in memory at a time; `layers` are those
-    to run, one after another as if there were no others, None for all.
+    to run, one after another as if there were no others, None for all. `compute` is a dtype (`fp16`, `bf16`) that the
+    inputs are run in once more, or empty.
     """
 
     config: Mapping[str, Any]
@@ -104,6 +105,7 @@ class Job:
     trace: str = ""
     stream: bool = False
     layers: tuple[int, ...] | None = None
+    compute: str = ""
 
     def write(self, folder: Path) -> None:
         """Write the job to `folder`, which exists."""
@@ -119,6 +121,7 @@ class Job:
             "trace": self.trace,
             "stream": self.stream,
             "layers": self.layers,
+            "compute": self.compute,
             "inputs": [[i.name, i.ids, i.positions] for i in self.inputs],
             "files": list(files),
             "tensors": [
@@ -143,6 +146,7 @@ class Job:
         return cls(
             data["config"], data["dialect"], data["variant"], data["device"], tensors, inputs, data["sensitivity"],
             data["trace"], data["stream"], None if data["layers"] is None else tuple(data["layers"]),
+            data["compute"],
         )  # fmt: skip
 
 
@@ -196,13 +200,54 @@ class TapResult:
 
 
 @dataclass(slots=True)
+class ComputedRow:
+    """An output inside of the network, or the logits, when it computes in another dtype. `relative` is the error of the
+    traced input's: the largest change against fp32 over the largest magnitude in fp32; None where it was not measured
+    or is no number. `largest` is the largest magnitude of the output and of what is on the way to it, in fp32, over
+    all inputs: `at` this place, for this `input`. `not_finite` numbers of all inputs are inf or NaN in that dtype,
+    first at the place `lost`."""
+
+    name: str
+    relative: float | None = None
+    largest: float = 0.0
+    at: str = ""
+    input: str = ""
+    not_finite: int = 0
+    lost: str = ""
+
+
+@dataclass(slots=True)
+class ComputedInput:
+    """An input's logits in another dtype: how far from fp32, relative to the largest (None where some are no number),
+    and at how many of the `tokens` positions the likeliest token is the same."""
+
+    name: str
+    tokens: int
+    relative: float | None
+    top1: int
+    not_finite: int
+
+
+@dataclass(slots=True)
+class Computed:
+    """A run in another `dtype` (empty: there was none). `kept` says what stayed in float32; `unfit` are parameters with
+    a number beyond the dtype's range; `rows` are in the order of the network."""
+
+    dtype: str = ""
+    kept: list[str] = field(default_factory=list)
+    unfit: list[str] = field(default_factory=list)
+    rows: list[ComputedRow] = field(default_factory=list)
+    inputs: list[ComputedInput] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Result:
     """What a runner reports. `reading` is what the network takes the config for, under names that all runners share;
     `settings` what was set so that fp32 is fp32. `missing` are parameters that no tensor fills (NaN), `benign` those
     that need none, with the reason; `unexpected` tensors that no parameter takes; `shapes` those that differ (name,
     parameter's, tensor's); `altered` parameters that, once all is loaded, do not hold what their file does. When any
     of these has an entry, but for `benign`, no input is run. `constants` enter the arithmetic and are in no file
-    (rotary frequencies)."""
+    (rotary frequencies). `layers` are those that were run, None for all, and `left_out` the tensors of the others."""
 
     runner: str
     device: str
@@ -219,7 +264,10 @@ class Result:
     constants: dict[str, list[float]] = field(default_factory=dict)
     inputs: list[InputResult] = field(default_factory=list)
     taps: list[TapResult] = field(default_factory=list)
+    computed: Computed = field(default_factory=Computed)
     inputs_digest: str = ""
+    layers: list[int] | None = None
+    left_out: list[str] = field(default_factory=list)
     load_seconds: float = 0.0
     peak_bytes: int = 0
 

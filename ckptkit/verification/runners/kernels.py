@@ -1,6 +1,7 @@
 """The MindSpore operators that the builtin network uses: primitives that CPU, GPU and Ascend all have, in float32.
 
-No `mint` and no fused kernel, which the CPU does not have. What does not live here: how they make a network.
+No `mint` and no fused kernel, which the CPU does not have. What does not live here: how they make a network, and
+other dtypes (`low_kernels.py`).
 """
 
 from __future__ import annotations
@@ -65,6 +66,14 @@ class Kernels:
 
     def softmax(self, x: Tensor) -> Tensor:
         return self._softmax(x)
+
+    def probabilities(self, logits_TE: Tensor) -> Tensor:
+        """Return a router's softmax, in float32."""
+        return self._softmax(logits_TE)
+
+    def numbers(self, x: Tensor) -> Floats:
+        """Return a tensor as an array in float32."""
+        return np.array(x.asnumpy())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Zhang and Sennrich (arXiv 1910.07467), in transformers' order: scale by the root, then by the weight."""

@@ -16,7 +16,8 @@ from pathlib import Path
 from ckptkit.errors import CkptkitError
 from ckptkit.formats.disk import disk_error
 from ckptkit.verification.runners.job import Job
-from ckptkit.verification.runners.run_net import Net, run_net
+from ckptkit.verification.runners.net import Net
+from ckptkit.verification.runners.run_net import run_net
 
 PARENT = "CKPTKIT_PARENT"  # the variable with the number of the process that waits for the result
 _POLL_SECONDS = 0.5

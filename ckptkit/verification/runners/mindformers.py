@@ -28,8 +28,8 @@ from ckptkit.verification.runners.job import Floats, Job
 from ckptkit.verification.runners.main import main
 from ckptkit.verification.runners.mindformers_nets import make_legacy, make_mcore
 from ckptkit.verification.runners.mindspore_exact import be_exact, mindspore_device, uninitialised
+from ckptkit.verification.runners.net import WHOLE, Net, Tap, Walk
 from ckptkit.verification.runners.rope import inverse_frequencies
-from ckptkit.verification.runners.run_net import WHOLE, Net, Tap, Walk
 
 INV_FREQ = "rotary.inv_freq"
 FILLER = 0  # an id like any other: causality hides what follows a sequence

@@ -30,7 +30,7 @@ def route(layer: Layer, x_TH: Tensor) -> Tensor:
     """
     kernels, facts = layer.kernels, layer.facts
     logits_TE = layer.linear(layer.dialect.router, x_TH)
-    weights_TC, chosen_TC = kernels.top(kernels.softmax(logits_TE), facts.experts_per_token)
+    weights_TC, chosen_TC = kernels.top(kernels.probabilities(logits_TE), facts.experts_per_token)
     if facts.norm_topk:
         weights_TC = weights_TC / weights_TC.sum(axis=1, keepdims=True)
     total_TH = kernels.tensor(np.zeros(x_TH.shape, np.float32))
@@ -45,13 +45,18 @@ def _expert(layer: Layer, expert: int, x_NH: Tensor) -> Tensor:
     """Return one expert's output, (N, H)."""
     kernels, facts, names = layer.kernels, layer.facts, layer.dialect.expert_names
     if layer.dialect.experts == "each":
-        gate, up, down = (layer.parameter(f"{name.format(expert)}.weight") for name in names)
-        return kernels.linear(kernels.silu(kernels.linear(x_NH, gate)) * kernels.linear(x_NH, up), down)
+        gate, up, down = (name.format(expert) for name in names)
+        return layer.linear(down, kernels.silu(layer.linear(gate, x_NH)) * layer.linear(up, x_NH))
     into, out = (layer.parameter(name) for name in names)
+    into_label, out_label = (f"{name} of expert {expert}" for name in names)
     if layer.dialect.experts == "stacked":
-        gate_NF, up_NF = cut_gate_up(kernels.linear(x_NH, into[expert]), "halves")
-        return kernels.linear(kernels.silu(gate_NF) * up_NF, out[expert])
+        gate_NF, up_NF = cut_gate_up(layer.project(into_label, x_NH, into[expert]), "halves")
+        return layer.project(out_label, kernels.silu(gate_NF) * up_NF, out[expert])
     hidden, wide = facts.hidden, facts.moe_ffn
     into_HR, out_FH = into[expert * hidden : (expert + 1) * hidden], out[expert * wide : (expert + 1) * wide]
-    gate_NF, up_NF = cut_gate_up(kernels.matmul(x_NH, into_HR), "halves")
-    return kernels.matmul(kernels.silu(gate_NF) * up_NF, out_FH)
+    fused_NR = kernels.matmul(x_NH, into_HR)
+    layer.see(into_label, fused_NR)
+    gate_NF, up_NF = cut_gate_up(fused_NR, "halves")
+    mixed_NF = kernels.silu(gate_NF) * up_NF
+    layer.see(f"the input of {out_label}", mixed_NF)
+    return kernels.matmul(mixed_NF, out_FH)

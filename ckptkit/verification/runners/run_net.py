@@ -1,32 +1,34 @@
 """What every runner does, whatever its framework: poison, load, check what was loaded, run each input twice.
 
-A framework gives a `Net`; the rest is here. A network runs as one block, or streamed: block after block, each loaded,
-run for all inputs and freed, so that one block is in memory at a time. Both ways run the same arithmetic in the same
-order. What does not live here: the process (`main.py`). Shapes: T tokens, H hidden, V the vocabulary.
+A framework gives a `Net` (`net.py`); the rest is here. A network runs as one block, or streamed: block after block,
+each loaded, run for all inputs and freed, so that one block is in memory at a time. Both ways run the same arithmetic
+in the same order. What does not live here: the process (`main.py`), and a run in another dtype (`computing.py`).
+Shapes: T tokens, H hidden, V the vocabulary.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import resource
 import sys
 import time
 import zlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from ckptkit.errors import UsageError
 from ckptkit.formats.disk import file_digest, write_file
 from ckptkit.formats.file_pool import FilePool
+from ckptkit.verification.runners.computing import Computing
 from ckptkit.verification.runners.job import (
     REPORT,
     SCHEMA,
     SEAL,
+    Computed,
     Floats,
     Input,
     InputResult,
@@ -37,74 +39,22 @@ from ckptkit.verification.runners.job import (
     inputs_digest,
     seal_of,
 )
+from ckptkit.verification.runners.net import LAYER, Computes, Net, Tap, Walk, as_floats
 
 STEP = "ckptkit-step: "  # begins a line on stderr that tells the parent process of a step
-WHOLE = "all"  # the block that is the whole network
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")  # in names of parameters, in every dialect
 _BLOCK = 1 << 20  # elements that are nudged at a time
-_UNREADABLE = frozenset({"F64", "I64", "U64", "I32", "U32", "C64", "STR"})
-
-Tap: TypeAlias = Callable[[str, Any], None]  # the name of an output inside of the network, and its values (T, H)
-Walk: TypeAlias = Generator[
-    str, None, Floats
-]  # the name of each block, before it is run; then the logits, as the iterator's value
-
-
-class Net(Protocol):
-    """A network in fp32, ready to run forward: no dropout, plain attention, no cache, no reduced matmul precision.
-
-    Names of parameters are those of the checkpoint's dialect; a parameter that two names share has one here.
-    `constants` are no parameters of a checkpoint but enter the arithmetic (rotary frequencies): `get` and `put` take
-    their names too. `reading` is what the network takes config.json for, with the keys and types of `Facts.reading`.
-    """
-
-    runner: str
-    versions: dict[str, str]
-    settings: dict[str, Any]
-    reading: dict[str, Any]
-    notes: list[str]
-    takes_positions: bool
-    constants: Sequence[str]
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return every parameter with its shape."""
-
-    def blocks(self) -> Sequence[tuple[str, Sequence[str]]]:
-        """Return what runs one after another, each with the names of the parameters that it needs.
-
-        It is one block, or, where the job says `stream`, the embedding, each layer, and the head.
-        """
-
-    def benign(self, name: str) -> str | None:
-        """Say why a parameter may be in no checkpoint; None when it must be loaded."""
-
-    def twin(self, name: str) -> str | None:
-        """Return the parameter that a tensor `name`, which has none of its own, must equal (a tied head); or None."""
-
-    def put(self, name: str, values: Floats) -> None:
-        """Set a parameter, of the same shape."""
-
-    def get(self, name: str) -> Floats:
-        """Return a copy of a parameter that is set."""
-
-    def free(self, names: Sequence[str]) -> None:
-        """Give back the memory of parameters until they are set again."""
-
-    def walk(self, ids: Sequence[int], positions: Sequence[int] | None, tap: Tap | None) -> Walk:
-        """Run one sequence: yield each block's name before it runs, return the logits (T, V).
-
-        `tap` is given `embedding`, for each layer `layers.N.attention` and `layers.N.mlp` (what each adds) and
-        `layers.N` (the block's output), and `norm` (of the last one), in float32.
-        """
+_READABLE = frozenset({"F16", "BF16", "F32"})
 
 
 @dataclass(slots=True)
 class _Run:
-    """One input on its way: its walks through the network as it is, twice, and with nudged weights and constants."""
+    """One input on its way: its walks through the network as it is, twice, in another dtype, and with nudged weights
+    and constants. `traced` when its outputs inside of the network are kept."""
 
     number: int
     item: Input
     row: InputResult
+    traced: bool
     walks: dict[str, Walk] = field(default_factory=dict)
     nudged_logits: Floats | None = None
 
@@ -113,10 +63,12 @@ def run_net(net: Net, job: Job, out: Path) -> Result:
     """Load the job's tensors into `net`, run its inputs, write logits and report to `out`; return the report."""
     result = Result(net.runner, job.device, net.versions, net.settings, net.reading, list(net.notes))
     result.inputs_digest = inputs_digest(job.inputs)
+    result.layers = None if job.layers is None else list(job.layers)
     result.constants = {name: net.get(name).reshape(-1).tolist() for name in net.constants}
     tensors = _compare_names(net, job, result)
     if result.loaded:
-        runs = _start(net, job, result, out)
+        computing = _computing(net, job, result)
+        runs = _start(net, job, result, out, computing)
         with FilePool() as pool:
             for number, (block, names) in enumerate(net.blocks()):
                 began = time.monotonic()
@@ -124,26 +76,19 @@ def run_net(net: Net, job: Job, out: Path) -> Result:
                 result.load_seconds += time.monotonic() - began
                 if not result.loaded:
                     break
-                _advance(net, runs, names, out, first=number == 0)
+                first = number == 0
+                _advance(net, runs, out, first=first)
+                if computing is not None:
+                    _advance_computed(net, runs, names, out, computing, first=first)
+                _advance_nudged(net, runs, names, out, first=first)
                 if job.stream:
                     net.free(names)
                     print(f"{STEP}{net.runner}: {block}", file=sys.stderr, flush=True)
     if not result.loaded:
-        result.inputs, result.taps = [], []
+        result.inputs, result.taps, result.computed = [], [], Computed()
     result.peak_bytes = _peak_bytes()
     write_report(result, out)
     return result
-
-
-def as_one(walk: Walk) -> Walk:
-    """Return a walk that runs all blocks as one."""
-    yield WHOLE
-    while True:
-        try:
-            next(walk)
-        except StopIteration as end:
-            logits_TV: Floats = end.value
-            return logits_TV
 
 
 def write_report(result: Result, out: Path) -> None:
@@ -160,8 +105,8 @@ def _compare_names(net: Net, job: Job, result: Result) -> dict[str, list[Stored]
     for tensor in job.tensors:
         name = tensor.name if tensor.name in shapes else net.twin(tensor.name)
         if name is None:
-            if not _is_left_out(tensor.name, job.layers):
-                result.unexpected.append(tensor.name)
+            left_out = _is_left_out(tensor.name, job.layers, net.reading["layers"])
+            (result.left_out if left_out else result.unexpected).append(tensor.name)
         elif shapes[name] != tensor.shape:
             result.shapes.append((name, shapes[name], tensor.shape))
         elif name == tensor.name:
@@ -178,10 +123,10 @@ def _compare_names(net: Net, job: Job, result: Result) -> dict[str, list[Stored]
     return found
 
 
-def _is_left_out(name: str, layers: Sequence[int] | None) -> bool:
-    """Say whether a tensor is of a layer that is not run, where only some are."""
+def _is_left_out(name: str, layers: Sequence[int] | None, total: int) -> bool:
+    """Say whether a tensor is of a layer that the model has, of `total`, and that is not run, where only some are."""
     found = LAYER.search(name)
-    return layers is not None and found is not None and int(found[1]) not in layers
+    return layers is not None and found is not None and int(found[1]) < total and int(found[1]) not in layers
 
 
 def _load(
@@ -202,12 +147,20 @@ def _load(
 
 
 def _values(tensor: Stored, pool: FilePool) -> Floats:
-    if tensor.dtype in _UNREADABLE:
+    if tensor.dtype not in _READABLE:
         raise UsageError(f"`{tensor.name}` is {tensor.dtype}, which no weight of these networks is")
     return tensor.read(pool)
 
 
-def _start(net: Net, job: Job, result: Result, out: Path) -> list[_Run]:
+def _computing(net: Net, job: Job, result: Result) -> Computing | None:
+    if not job.compute:
+        return None
+    if not isinstance(net, Computes):
+        raise UsageError(f"the {net.runner} runner computes in float32 alone, and not in {job.compute}")
+    return Computing(net, job.compute, result)
+
+
+def _start(net: Net, job: Job, result: Result, out: Path, computing: Computing | None) -> list[_Run]:
     """Return the runs of all inputs, each before its first block."""
     runs = []
     for number, item in enumerate(job.inputs):
@@ -216,21 +169,23 @@ def _start(net: Net, job: Job, result: Result, out: Path) -> list[_Run]:
         if item.positions is not None and not net.takes_positions:
             row.skipped = f"{net.runner} takes no position ids"
             continue
-        run = _Run(number, item, row)
-        traced = item.name == job.trace
-        taps = _Taps(number, out, result.taps) if traced else None
+        run = _Run(number, item, row, item.name == job.trace)
+        taps = _Taps(number, out, result.taps) if run.traced else None
         kinds = ["once", "again", *(["nudged"] if job.sensitivity else [])]
         if job.sensitivity and item.positions is not None and net.constants:
             kinds.append("constants")
         for kind in kinds:
             tap = None if taps is None else {"once": taps.keep, "nudged": taps.measure}.get(kind)
             run.walks[kind] = net.walk(item.ids, item.positions, tap)
+        if computing is not None:
+            run.walks["once"] = computing.plain(item, None if taps is None else taps.keep)
+            run.walks["low"] = computing.low(item, None if taps is None else taps.comparing(computing))
         runs.append(run)
     return runs
 
 
-def _advance(net: Net, runs: Sequence[_Run], names: Sequence[str], out: Path, *, first: bool) -> None:
-    """Take every run through the block that is loaded, whose parameters are `names`; they are nudged afterwards."""
+def _advance(net: Net, runs: Sequence[_Run], out: Path, *, first: bool) -> None:
+    """Take every run through the block that is loaded, twice."""
     for run in runs:
         began = time.monotonic()
         logits_TV = _step(run.walks["once"], first=first)
@@ -239,6 +194,24 @@ def _advance(net: Net, runs: Sequence[_Run], names: Sequence[str], out: Path, *,
         if logits_TV is not None and again_TV is not None:
             _note(run, logits_TV, again_TV, out)
             print(f"{STEP}{net.runner}: {run.item.name}", file=sys.stderr, flush=True)
+
+
+def _advance_computed(
+    net: Net, runs: Sequence[_Run], names: Sequence[str], out: Path, computing: Computing, *, first: bool
+) -> None:
+    """Take every run through the block that is loaded in the other dtype, and leave the block as it is."""
+    with computing.lowered(names):
+        for run in runs:
+            low_TV = _step(run.walks["low"], first=first)
+            if low_TV is not None:
+                plain_TV = np.load(out / run.row.file, allow_pickle=False)
+                computing.end(run.item, plain_TV, low_TV, traced=run.traced)
+                print(f"{STEP}{net.runner}: {run.item.name}, another dtype", file=sys.stderr, flush=True)
+
+
+def _advance_nudged(net: Net, runs: Sequence[_Run], names: Sequence[str], out: Path, *, first: bool) -> None:
+    """Nudge the parameters of the block that is loaded, `names`, and take the runs through it that measure what that
+    does."""
     if not any("nudged" in run.walks for run in runs):
         return
     for name in names:
@@ -309,7 +282,7 @@ class _Taps:
 
     def keep(self, name: str, values: Any) -> None:
         """Write one, of the network as it is."""
-        values_TH = _own(values)
+        values_TH = as_floats(values)
         file = f"tap-{self._number}-{name}.npy"
         np.save(self._out / file, values_TH, allow_pickle=False)
         finite_TH = np.isfinite(values_TH)
@@ -319,15 +292,17 @@ class _Taps:
 
     def measure(self, name: str, values: Any) -> None:
         """Compare one, of the nudged network, with the one that was kept."""
-        row = next(row for row in self._results if row.name == name)
+        row, values_TH = self._kept(name)
         if not row.not_finite:
-            row.sensitivity = _moved(np.load(self._out / row.file, allow_pickle=False), _own(values), row.largest)
+            row.sensitivity = _moved(values_TH, as_floats(values), row.largest)
 
+    def comparing(self, computing: Computing) -> Tap:
+        """Return what compares one, of a network that computes in another dtype, with the one that was kept."""
+        return lambda name, values: computing.compare(name, self._kept(name)[1], as_floats(values))
 
-def _own(values: Any) -> Floats:
-    """Return the values that a framework gives, (T, H), as an array of our own."""
-    array = values.asnumpy() if hasattr(values, "asnumpy") else values.detach().float().cpu().numpy()
-    return np.array(array, np.float32).reshape(-1, array.shape[-1])
+    def _kept(self, name: str) -> tuple[TapResult, Floats]:
+        row = next(row for row in self._results if row.name == name)
+        return row, np.load(self._out / row.file, allow_pickle=False)
 
 
 def _nudge(net: Net, name: str) -> None:

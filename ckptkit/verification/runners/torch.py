@@ -3,7 +3,8 @@
     python -m ckptkit.verification.runners.torch JOB OUT
 
 Every parameter that transformers builds goes by its own name; weights are not initialised, for all are loaded. What
-does not live here: how a config.json is spelled (`spelling.py`), what the network reads of it (`torch_reading.py`).
+does not live here: how a config.json is spelled (`spelling.py`), what the network reads of it (`torch_reading.py`),
+what it gives inside (`torch_watch.py`).
 Shapes: B one sequence, T tokens, V the vocabulary.
 """
 
@@ -13,20 +14,23 @@ import copy
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from ckptkit.errors import InternalError, UsageError
+from ckptkit.verification.runners.computing import FORMATS
 from ckptkit.verification.runners.devices import parse_device
 from ckptkit.verification.runners.frameworks import framework
 from ckptkit.verification.runners.job import Floats, Job
 from ckptkit.verification.runners.main import main
+from ckptkit.verification.runners.net import LAYER, WHOLE, Net, Tap, Walk, Watch
 from ckptkit.verification.runners.pausing import Pause, paused
-from ckptkit.verification.runners.run_net import LAYER, WHOLE, Net, Tap, Walk
 from ckptkit.verification.runners.spelling import spelled_for
 from ckptkit.verification.runners.torch_reading import read_model
+from ckptkit.verification.runners.torch_watch import Watcher
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 ROTARY = "model.rotary_emb."
@@ -44,9 +48,13 @@ _ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS is deterministic with a workspace of fixed size
 }
-
-
-Watch = tuple[Tap | None, Pause | None]
+# What transformers' own classes do with parameters in another dtype, release 4.57 and 5.
+_KEPT = (
+    "RMSNorm's mean and root, and what they scale: a square leaves float16's range at 256",
+    "softmax, of attention's scores and of a router's",
+    "rotary angles and their cosine and sine, which are rounded when they are multiplied",
+    "sums inside of a matrix product, as far as the device has it so",
+)
 
 
 class TorchNet:
@@ -58,10 +66,11 @@ class TorchNet:
 
     runner = "torch"
     takes_positions = True
+    kept: Sequence[str] = _KEPT
 
     def __init__(
         self, torch: Any, model: Any, device: Any, shapes: Mapping[str, tuple[int, ...]], *,
-        layers: Sequence[int], separate_experts: bool, streamed: bool,
+        layers: Sequence[int], separate_experts: bool, streamed: bool, compute: str = "",
     ) -> None:  # fmt: skip
         self.versions: dict[str, str] = {}
         self.settings: dict[str, Any] = {}
@@ -81,8 +90,8 @@ class TorchNet:
             for name, tensor in model.named_parameters(remove_duplicate=False)
             if name not in named
         }
-        self._watch: Watch = (None, None)
-        self._watch_outputs()
+        self._watcher = Watcher(torch, model, layers)
+        self._low = getattr(torch, FORMATS[compute].name) if compute else None
         # Dynamic scaling computes its frequencies anew in every forward run.
         self._is_dynamic = "dynamic" in str(getattr(model.model.rotary_emb, "rope_type", ""))
         self.constants: Sequence[str] = () if self._is_dynamic else (INV_FREQ,)
@@ -130,18 +139,41 @@ class TorchNet:
     def _tensor(self, name: str) -> Any:
         return self._model.get_buffer(name) if name in self.constants else self._parameters[name]
 
-    def walk(self, ids: Sequence[int], positions: Sequence[int] | None, tap: Tap | None) -> Walk:
-        if self._streamed:
-            return paused(lambda pause: self._forward(ids, positions, tap, pause))
-        return self._at_once(ids, positions, tap)
+    @contextmanager
+    def lowered(self, names: Sequence[str]) -> Iterator[None]:
+        # All that are set are those of the block. Each keeps its storage, so that views of it stay what they are.
+        held = [(tensor, tensor.data) for tensor in self._model.parameters() if tensor.numel()]
+        for tensor, data in held:
+            tensor.data = data.to(self._low)
+        try:
+            yield
+        finally:
+            for tensor, data in held:
+                tensor.data = data
 
-    def _at_once(self, ids: Sequence[int], positions: Sequence[int] | None, tap: Tap | None) -> Walk:
+    def walk(self, ids: Sequence[int], positions: Sequence[int] | None, tap: Tap | None) -> Walk:
+        return self._walk(ids, positions, tap, None)
+
+    def watched(
+        self, ids: Sequence[int], positions: Sequence[int] | None, tap: Tap | None, watch: Watch, *, low: bool
+    ) -> Walk:
+        return self._walk(ids, positions, tap, watch)  # its dtype is that of the parameters
+
+    def _walk(self, ids: Sequence[int], positions: Sequence[int] | None, tap: Tap | None, watch: Watch | None) -> Walk:
+        if self._streamed:
+            return paused(lambda pause: self._forward(ids, positions, tap, watch, pause))
+        return self._at_once(ids, positions, tap, watch)
+
+    def _at_once(
+        self, ids: Sequence[int], positions: Sequence[int] | None, tap: Tap | None, watch: Watch | None
+    ) -> Walk:
         yield WHOLE
-        return self._forward(ids, positions, tap, None)
+        return self._forward(ids, positions, tap, watch, None)
 
     def _forward(
-        self, ids: Sequence[int], positions: Sequence[int] | None, tap: Tap | None, pause: Pause | None
-    ) -> Floats:
+        self, ids: Sequence[int], positions: Sequence[int] | None, tap: Tap | None, watch: Watch | None,
+        pause: Pause | None,
+    ) -> Floats:  # fmt: skip
         torch = self._torch
         vocab = self.reading["vocab"]
         if outside := [i for i in ids if not 0 <= i < vocab]:
@@ -152,43 +184,15 @@ class TorchNet:
         positions_BT = None
         if positions is not None:
             positions_BT = torch.tensor([list(positions)], dtype=torch.long, device=self._device)
-        self._watch = tap, pause
-        with torch.no_grad():
+        with torch.no_grad(), self._watcher.watching(tap, pause, watch):
             logits_BTV = self._model(
                 input_ids=ids_BT,
                 attention_mask=torch.ones_like(ids_BT),  # without it, a jump in positions means another sequence
                 position_ids=positions_BT,
                 use_cache=False,
             ).logits
-        self._watch = None, None
         logits_TV: Floats = logits_BTV[0].float().cpu().numpy()
         return logits_TV
-
-    def _watch_outputs(self) -> None:
-        """Let the modules tell of what they give, and stop before each block, while somebody watches."""
-        body = self._model.model
-        self._tell(body.embed_tokens, "embedding", before="embedding")
-        for number, layer in zip(self._layers, body.layers, strict=True):
-            self._tell(layer, f"layers.{number}", before=f"layers.{number}")
-            self._tell(layer.self_attn, f"layers.{number}.attention")
-            self._tell(layer.mlp, f"layers.{number}.mlp")
-        self._tell(body.norm, "norm", before="head")
-
-    def _tell(self, module: Any, name: str, *, before: str = "") -> None:
-        def stop(*_: Any) -> None:
-            tap, pause = self._watch
-            if pause is not None:
-                pause(before)
-                self._watch = tap, pause  # another one may have run in the meantime
-
-        def tell(_module: Any, _arguments: Any, output: Any) -> None:
-            tap, _ = self._watch
-            if tap is not None:
-                tap(name, output[0] if isinstance(output, tuple) else output)
-
-        if before:
-            module.register_forward_pre_hook(stop)
-        module.register_forward_hook(tell)
 
 
 def build(job: Job) -> Net:
@@ -202,6 +206,8 @@ def build(job: Job) -> Net:
     os.environ.update(_ENVIRONMENT)
     torch, transformers = framework("torch"), framework("transformers")
     device = _device(torch, kind, index)
+    if job.compute:
+        _try_dtype(torch, device, job.compute)
     config, notes = spelled_for(job.config, transformers.__version__)
     model = _model(torch, transformers, config)
     stacked = any(name.endswith(".experts.gate_up_proj") for name, _ in model.named_parameters())
@@ -223,7 +229,8 @@ def build(job: Job) -> Net:
         model.model.layers = torch.nn.ModuleList([model.model.layers[i] for i in layers])
     shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
     _materialise(torch, model, device, with_storage=separate)
-    net = TorchNet(torch, model, device, shapes, layers=layers, separate_experts=separate, streamed=job.stream)
+    net = TorchNet(torch, model, device, shapes, layers=layers, separate_experts=separate, streamed=job.stream,
+                   compute=job.compute)  # fmt: skip
     net.reading = reading
     net.settings = _be_exact(torch, device)
     net.notes = notes
@@ -264,6 +271,18 @@ def _device(torch: Any, kind: str, index: int) -> Any:
     if not backend.is_available() or index >= backend.device_count():
         raise UsageError(f"torch {torch.__version__} finds no device `{kind}:{index}` on this machine")
     return torch.device(kind, index)
+
+
+def _try_dtype(torch: Any, device: Any, compute: str) -> None:
+    """Raise UsageError when the device does not compute in a dtype."""
+    try:
+        one = torch.ones(2, 2, dtype=getattr(torch, FORMATS[compute].name), device=device)
+        torch.nn.functional.softmax(torch.matmul(torch.nn.functional.linear(one, one), one), -1).sum().item()
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(
+            f"torch {torch.__version__} does not compute in {compute} on `{device}`",
+            why=str(error).strip().partition("\n")[0],
+        ) from error
 
 
 def _model(torch: Any, transformers: Any, config: dict[str, Any]) -> Any:

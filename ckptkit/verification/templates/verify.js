@@ -1,74 +1,18 @@
-// What the page of `ckptkit verify --html` does beyond its tables: the chart, the filter, and all digits of a number.
-// The numbers are those of the page's JSON. Names from it become text, never HTML.
-"use strict";
+// The chart of the page of `ckptkit verify --html`: the numbers are those of the page's JSON, which is DATA (filter.js).
+// Names from it become text, never HTML.
 
-const DATA = JSON.parse(document.getElementById("data").textContent);
 const PARTS = {
   embedding: "circle", attention: "square", mlp: "diamond", block: "circle", norm: "pentagon", logits: "star",
 };
+
+const FONT_SIZE = 13;
+const MARGIN = { l: 74, r: 16, t: 48, b: 54 };
 
 // Left to itself, Plotly offers a button that sends the chart to its makers' server.
 const CONFIG = {
   responsive: true, displaylogo: false, showSendToCloud: false, plotlyServerURL: "",
   modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
 };
-
-// The filter ---------------------------------------------------------------------------------------------------------
-
-const groups = [...document.querySelectorAll("details.group")].map((element) => ({
-  element,
-  unfolded: element.open,
-  rows: [...element.querySelectorAll("tr[data-row]")].map((row) => ({ row, of: DATA.parameters[row.dataset.row] })),
-}));
-
-function matches(parameter, words, statuses) {
-  const text = `${parameter.name} ${parameter.text}`.toLowerCase();
-  return statuses.has(parameter.status) && words.every((word) => text.includes(word));
-}
-
-function applyFilter() {
-  const words = document.getElementById("text").value.toLowerCase().split(/\s+/).filter(Boolean);
-  const boxes = [...document.querySelectorAll(".filter input[name=status]")];
-  const statuses = new Set(boxes.filter((box) => box.checked).map((box) => box.value));
-  const active = words.length > 0 || statuses.size < boxes.length;
-  let shown = 0;
-  for (const group of groups) {
-    let here = 0;
-    for (const { row, of } of group.rows) {
-      row.hidden = !matches(of, words, statuses);
-      here += row.hidden ? 0 : 1;
-    }
-    group.element.hidden = here === 0;
-    group.element.open = active ? here > 0 : group.unfolded;
-    shown += here;
-  }
-  const all = `${DATA.parameters.length} parameters`;
-  document.getElementById("shown").textContent = active ? `${shown} of ${all} shown` : all;
-}
-
-function startFilter() {
-  const form = document.querySelector(".filter");
-  if (!form) {
-    return;
-  }
-  form.hidden = false;
-  form.addEventListener("input", applyFilter);
-  form.addEventListener("submit", (event) => event.preventDefault());
-  const setAll = (open) => groups.forEach((group) => { group.element.open = open; });
-  document.getElementById("unfold").addEventListener("click", () => setAll(true));
-  document.getElementById("fold").addEventListener("click", () => setAll(false));
-  applyFilter(); // a browser that comes back to the page keeps what was typed
-}
-
-// All digits of a number, when it is pointed at
-document.addEventListener("mouseover", (event) => {
-  const number = event.target.closest("data");
-  if (number) {
-    number.title = number.value;
-  }
-});
-
-// The chart ----------------------------------------------------------------------------------------------------------
 
 // Return a text for Plotly, which reads a few HTML tags and entities in its own.
 function plain(text) {
@@ -176,33 +120,58 @@ function ticks(rows) {
   return [...first].filter(([layer], at) => at % step === 0).map(([layer, index]) => [index, String(layer)]);
 }
 
-// Return the line that marks the first divergence, and its words.
-function firstMark(rows, color) {
+// Return a function that tells how wide a text is in the chart's font, in pixels.
+function ruler(color) {
+  const context = document.createElement("canvas").getContext("2d");
+  context.font = `${FONT_SIZE}px ${color("sans")}`;
+  return (text) => context.measureText(text).width;
+}
+
+// Return the words of the first divergence in lines that fit in `room` pixels: a screen may be narrow.
+function firstWords(name, room, width) {
+  const words = [`first divergence: ${shorten(name, 60)}`];
+  if (width(words[0]) <= room) {
+    return words;
+  }
+  let length = Math.min(name.length, 60);
+  while (length > 1 && width(shorten(name, length)) > room) {
+    length -= 1;
+  }
+  return ["first divergence:", shorten(name, length)];
+}
+
+// Return the line that marks the first divergence, and its words, which begin or end there where they have the room.
+function firstMark(rows, color, room) {
   const at = DATA.layers ? rows.findIndex((row) => row.name === DATA.layers.first) : -1;
   if (at < 0) {
     return {};
   }
-  const left = at < rows.length / 2;
   const line = { color: color("bad"), width: 1.5 };
+  const width = ruler(color);
+  const words = firstWords(rows[at].name, room, width);
+  const [long, x] = [Math.max(...words.map(width)), (room * (at + 0.7)) / (rows.length + 0.4)];
+  const fits = { left: x + long <= room, right: x - long >= 0 };
+  const side = ["left", "right"].sort((one) => (at < rows.length / 2 === (one === "left") ? -1 : 1)).find((s) => fits[s]);
   return {
     shapes: [{ type: "line", xref: "x", yref: "paper", x0: at, x1: at, y0: 0, y1: 1, line }],
     annotations: [{
-      xref: "x", yref: "paper", x: at, y: 1, yanchor: "bottom", xanchor: left ? "left" : "right", showarrow: false,
-      text: `first divergence: ${plain(shorten(rows[at].name, 60))}`, font: { color: color("bad") },
+      xref: side ? "x" : "paper", x: side ? at : 0.5, xanchor: side || "center", align: side || "center",
+      yref: "paper", y: 1, yanchor: "bottom", showarrow: false, borderpad: 0,
+      text: words.map(plain).join("<br>"), font: { color: color("bad"), size: FONT_SIZE },
     }],
   };
 }
 
-function layout(rows, scale, color) {
+function layout(rows, scale, color, width) {
   const marks = ticks(rows);
   const axis = {
     color: color("quiet"), gridcolor: color("line"), linecolor: color("line"), zeroline: false, tickfont: { size: 12 },
   };
   return {
     paper_bgcolor: color("page"), plot_bgcolor: color("page"), height: 430, hovermode: "closest", dragmode: "zoom",
-    font: { family: color("sans"), size: 13, color: color("text") },
-    margin: { l: 74, r: 16, t: 48, b: 54 },
-    legend: { orientation: "h", x: 0, y: -0.2, yanchor: "top" },
+    font: { family: color("sans"), size: FONT_SIZE, color: color("text") },
+    margin: MARGIN,
+    legend: { orientation: "h", x: 0, yref: "container", y: 0, yanchor: "bottom" },
     hoverlabel: {
       bgcolor: color("card"), bordercolor: color("line"), align: "left",
       font: { color: color("text"), family: color("mono"), size: 12 },
@@ -215,7 +184,7 @@ function layout(rows, scale, color) {
       ...axis, title: { text: "relative distance" }, type: "log", range: [scale[0] - 0.15, scale[1] + 0.15],
       dtick: Math.ceil((scale[1] - scale[0]) / 9), exponentformat: "power", showexponent: "all",
     },
-    ...firstMark(rows, color),
+    ...firstMark(rows, color, width - MARGIN.l - MARGIN.r),
   };
 }
 
@@ -234,7 +203,7 @@ function draw() {
   const color = (name) => style.getPropertyValue(`--${name}`).trim() || style.getPropertyValue("--logits").trim();
   const rows = chartRows();
   const scale = ends(rows);
-  return Plotly.react(figure, traces(rows, scale, color), layout(rows, scale, color), CONFIG);
+  return Plotly.react(figure, traces(rows, scale, color), layout(rows, scale, color, figure.clientWidth), CONFIG);
 }
 
 async function startChart() {
@@ -252,6 +221,7 @@ async function startChart() {
     figure.replaceChildren();
     await draw();
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+    window.addEventListener("resize", draw); // Plotly's own answer leaves the mark's words where they were
   } catch (error) {
     figure.className = "without";
     figure.textContent = `The chart could not be drawn (${error}). The table below has its numbers.`;
@@ -259,5 +229,4 @@ async function startChart() {
   figure.dataset.done = "yes";
 }
 
-startFilter();
 startChart();

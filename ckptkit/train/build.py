@@ -1,0 +1,101 @@
+"""The network, the optimizer and the loss scale of a run, filled with what the run begins with.
+
+MindSpore is loaded here, and nowhere before: a config that is wrong is refused sooner.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckptkit import __version__
+from ckptkit.errors import CoverageError
+from ckptkit.train.begin import Begun
+from ckptkit.train.config_models import TrainConfig
+from ckptkit.train.net import TrainNet, prepare
+from ckptkit.train.scaler import make_scaler
+from ckptkit.train.step import Trainer
+from ckptkit.verification.runners.facts import read_facts
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What trains, the layers that the config recomputes and all of them, the names that are not trained, and the
+    rows of the embedding; `seconds` says how long loading took."""
+
+    trainer: Trainer
+    recompute: frozenset[int]
+    all_layers: frozenset[int]
+    frozen: frozenset[str]
+    vocab: int
+    versions: dict[str, str]
+    notes: tuple[str, ...]
+    seconds: dict[str, float]
+
+
+def build(config: TrainConfig, begun: Begun) -> Built:
+    """Return what trains, with its weights and state in place.
+
+    Raises UsageError for a model, a device or a precision that cannot be had, CoverageError when the weights are not
+    those of the model that config.json describes.
+    """
+    facts = read_facts(begun.config)
+    recompute = config.recompute.selected(facts.layers)
+    started = time.perf_counter()
+    import mindspore
+
+    prepare(mindspore, config.training.device, config.training.threads)
+    imported = time.perf_counter()
+    precision, training = config.precision, config.training
+    net = TrainNet(
+        mindspore, facts, compute=precision.compute, dropout=training.dropout, seed=training.seed,
+        ce_chunk=precision.ce_chunk,
+    )  # fmt: skip
+    _check_weights(net, begun)
+    scaler = make_scaler(precision.compute, precision.loss_scale, precision.initial_scale, precision.growth_interval)
+    trainer = Trainer(net, config.optimizer, scaler)
+    idle = _fill(trainer, begun)
+    if begun.state is not None and begun.state.scaler is not None:
+        scaler.load(begun.state.scaler)
+    seconds = {"framework": imported - started, "load": time.perf_counter() - imported + begun.seconds.get("load", 0.0)}
+    versions = {"ckptkit": __version__, "mindspore": mindspore.__version__, "numpy": np.__version__}
+    frozen = frozenset(net.names) - net.trained
+    return Built(
+        trainer, recompute, frozenset(range(facts.layers)), frozen, facts.vocab, versions,
+        (*_notes(begun, versions), *idle), seconds,
+    )  # fmt: skip
+
+
+def _check_weights(net: TrainNet, begun: Begun) -> None:
+    found, due = begun.shapes, net.shapes
+    odd = [f"{name}  {tuple(due[name])} is missing" for name in due if name not in found]
+    odd += [f"{name}  {found[name]} is not the network's" for name in found if name not in due]
+    odd += [f"{name}  is {found[name]}, not {due[name]}" for name in due if name in found and found[name] != due[name]]
+    if odd:
+        raise CoverageError(
+            "the weights are not those of the network that config.json describes",
+            items=odd,
+            hint="`ckptkit verify` says where the two part",
+        )
+
+
+def _fill(trainer: Trainer, begun: Begun) -> list[str]:
+    """Set weights and moments; return a note about moments of parameters that are not trained any more."""
+    known = {*trainer.net.names, *trainer.optimizer.moments}
+    idle = 0
+    for name, values in begun.tensors(moments=True):
+        if name in known:
+            trainer.load({name: values})
+        else:
+            idle += 1
+    return [f"{idle} moments are of parameters that are frozen now, and were left out"] if idle else []
+
+
+def _notes(begun: Begun, versions: dict[str, str]) -> list[str]:
+    """Return a note when versions are not those the checkpoint was made with: other kernels, other last bits."""
+    before: dict[str, Any] = dict(begun.state.versions) if begun.state else {}
+    changed = [f"{name} {before[name]} -> {now}" for name, now in versions.items() if before.get(name, now) != now]
+    return [f"made with other versions, so the last bits may differ: {', '.join(changed)}"] if changed else []

@@ -1,0 +1,86 @@
+"""The contract of sharing: only frozen tensors are linked, and only while their bytes are those that are asked for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckptkit.errors import ResourceError
+from ckptkit.train.step_files import model_side_files
+from ckptkit.train.step_write import write_step
+from tests.train.tiny_steps import (
+    EMBEDDING,
+    assert_holds,
+    make_model,
+    make_snapshot,
+    names_in,
+    write,
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model(tmp_path / "model")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "run"
+
+
+@pytest.fixture(autouse=True)
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not wait for the disk: nobody pulls a plug here."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def test_frozen_tensors_are_linked_while_their_bytes_are_sound(run: Path, model: Path) -> None:
+    first = write(run, model, 1, frozen=(EMBEDDING,))
+    second = write(run, model, 2, frozen=(EMBEDDING,), previous=first.folder)
+    name = "model-00002-of-00002.safetensors"
+    assert (first.folder / name).samefile(second.folder / name)
+    assert second.linked_bytes == (first.folder / name).stat().st_size
+    shared = [n for n in names_in(second.folder) if (second.folder / n).stat().st_nlink > 1]
+    assert shared == [name]  # a damage of any other file leaves the checkpoint before as it was
+    assert_holds(second.folder, 2, frozen=(EMBEDDING,))
+    data = (second.folder / name).read_bytes()
+    (second.folder / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    third = write(run, model, 3, frozen=(EMBEDDING,), previous=second.folder)
+    assert third.linked_bytes == 0
+    assert_holds(third.folder, 3, frozen=(EMBEDDING,))
+
+
+def test_frozen_tensors_that_did_change_are_written(run: Path, model: Path) -> None:
+    first = write(run, model, 1, frozen=(EMBEDDING,))
+    snapshot = make_snapshot(2, frozen=(EMBEDDING,))
+    snapshot.weights[EMBEDDING][0, 0] += 1  # what no frozen tensor should do
+    second = write_step(run, snapshot, side_files={}, facts={}, previous=first.folder)
+    assert second.linked_bytes == 0
+    name = "model-00002-of-00002.safetensors"
+    assert not (first.folder / name).samefile(second.folder / name)
+
+
+def test_without_hard_links_frozen_tensors_are_written(run: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = write(run, model, 1, frozen=(EMBEDDING,))
+
+    def refuse(self: Path, target: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    second = write(run, model, 2, frozen=(EMBEDDING,), previous=first.folder)
+    assert second.linked_bytes == 0
+    assert_holds(second.folder, 2, frozen=(EMBEDDING,))
+
+
+def test_a_side_file_whose_source_is_gone_comes_from_the_checkpoint_before(run: Path, model: Path) -> None:
+    sides = model_side_files(model)
+    first = write_step(run, make_snapshot(1), side_files=sides, facts={})
+    was = (model / "tokenizer.json").read_bytes()
+    shutil.rmtree(model)
+    second = write_step(run, make_snapshot(2), side_files=sides, facts={}, previous=first.folder)
+    assert (second.folder / "tokenizer.json").read_bytes() == was
+    with pytest.raises(ResourceError, match=r"cannot read .*json"):  # the control
+        write_step(run, make_snapshot(3), side_files=sides, facts={})
