@@ -22,15 +22,15 @@ _PER_DRAW = 4  # 16-bit numbers in one of Philox's
 
 
 def rounded_share(share: float) -> float:
-    """Return the share that is really dropped: the nearest multiple of 2 ** -16."""
-    return round(share * _STEPS) / _STEPS
+    """Return the share that is really dropped: the nearest multiple of 2 ** -16 below 1."""
+    return min(round(share * _STEPS), _STEPS - 1) / _STEPS
 
 
 def keeps(
     seed: int, counters: Sequence[int], layer: int, place: int, tokens: int, hidden: int, share: float
 ) -> NDArray[np.uint8]:
     """Return 1 where an element is kept and 0 where it is dropped, (N, H), for rows with these sample counters."""
-    below = np.uint16(round(share * _STEPS))
+    below = np.uint16(rounded_share(share) * _STEPS)
     out_RTH = np.empty((len(counters), tokens, hidden), np.uint8)
     for row, counter in enumerate(counters):
         draws = -(-tokens * hidden // _PER_DRAW)

@@ -109,11 +109,8 @@ class TrainNet:
         """Set a parameter to a copy of `values`; KeyError for a name, ValueError for a shape that it does not have."""
         if values.shape != self.shapes[name]:
             raise ValueError(f"{name} is {self.shapes[name]}, not {values.shape}")
-        tensor = self.mindspore.Tensor(np.array(values, np.float32, order="C"))
-        if name in self.parameters:
-            self.parameters[name].set_data(tensor)
-        else:
-            self.parameters[name] = self.mindspore.Parameter(tensor, name=name, requires_grad=False)
+        # no Parameter: a graph is compiled for each one that it is called with, and layers would share none
+        self.parameters[name] = self.mindspore.Tensor(np.array(values, np.float32, order="C"))
 
     def get(self, name: str) -> Floats:
         """Return a copy of a parameter."""

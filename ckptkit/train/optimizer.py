@@ -73,8 +73,7 @@ class AdamW:
         self.names = tuple(name for name in net.names if name in net.trained)
         self.moments: dict[str, Tensor] = {}
         for name in self.moment_names():
-            zeros = ms.Tensor(np.zeros(net.shapes[name.partition(".")[2]], np.float32))
-            self.moments[name] = ms.Parameter(zeros, name=name, requires_grad=False)
+            self.moments[name] = ms.Tensor(np.zeros(net.shapes[name.partition(".")[2]], np.float32))
         self._squares = ms.jit(_make_squares(ms))
         does_decay = tuple(decays(name, net.shapes[name]) for name in self.names)
         self._update = ms.jit(_make_update(ms, does_decay, settings.beta1, settings.beta2))
@@ -115,7 +114,7 @@ class AdamW:
 
     def put(self, name: str, values: Floats) -> None:
         """Set a moment to a copy of `values`."""
-        self.moments[name].set_data(self._net.mindspore.Tensor(np.array(values, np.float32, order="C")))
+        self.moments[name] = self._net.mindspore.Tensor(np.array(values, np.float32, order="C"))
 
 
 def _make_squares(ms: Any) -> Function:
@@ -137,7 +136,10 @@ def _make_update(ms: Any, does_decay: tuple[bool, ...], beta1: float, beta2: flo
     none = ms.Tensor(0.0, ms.float32)
 
     def update(rate: Tensor, eps: Tensor, decay: Tensor, factor: Tensor, *tensors: Tensor) -> Tensor:
-        """Update the first quarter of the tensors; the others are both moments, and gradients."""
+        """Update the first quarter of the tensors in place, and both moments, the next two; the last are gradients.
+
+        The operator writes to its inputs, tensors as well as parameters; what it returns is not their new values.
+        """
         for index in range(count):
             share = decay if does_decay[index] else none
             gradient = tensors[3 * count + index] * factor

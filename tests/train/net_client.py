@@ -239,5 +239,11 @@ def frozen() -> dict[str, Any]:
     return report
 
 
+def together() -> dict[str, Any]:
+    """Return what all of the checks give that need no process of their own."""
+    checks = (families, packed, dropout, refusals, half, frozen)
+    return {check.__name__: check() for check in checks}
+
+
 if __name__ == "__main__":
-    main({f.__name__: f for f in (families, packed, dropout, bits, memory, refusals, half, frozen)})
+    main({f.__name__: f for f in (together, bits, memory)})

@@ -227,7 +227,21 @@ def adamw(steps: str, fault: str = "") -> dict[str, float]:
     }
 
 
-CHECKS = (accumulation, training, resumed, overflow, not_finite, refusals, frozen, empty_slots, adamw)
+def together() -> dict[str, Any]:
+    """Return what all of the checks give that need no process of their own."""
+    found: dict[str, Any] = {
+        check.__name__: check()
+        for check in (accumulation, resumed, overflow, not_finite, refusals, frozen, empty_slots)
+    }
+    found["training"] = {
+        f"{c} {s}": training(c, s) for c, s in (("fp32", "dynamic"), ("fp16", "dynamic"), ("fp16", "1024"))
+    }
+    faults = ("", "no bias correction", "decays norms", "no clipping")
+    found["adamw"] = {fault: adamw("20", fault) for fault in faults}
+    return found
+
+
+CHECKS = (together, training)
 
 if __name__ == "__main__":
     main({check.__name__: check for check in CHECKS})
