@@ -103,7 +103,8 @@ def test_a_name_without_the_suffix_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_mindspore_is_said_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mindspore", None)
+    for name in ("mindspore", *(name for name in sys.modules if name.startswith("mindspore."))):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UsageError, match="MindRecord files need the package `mindspore`") as caught:
         write_mindrecord(corpus_of([[1, 2]]), tmp_path / "a.mindrecord")
     assert "JSONL" in caught.value.hint
