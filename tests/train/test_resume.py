@@ -235,3 +235,11 @@ def test_the_report_as_json_is_all_that_stdout_holds(tmp_path: Path, model: Path
     assert report["ok"] and report["step"] == 1 and report["resumed_from"] == 0
     assert "resumed from step 0" in done.stderr
     assert by_step(log_lines(tmp_path / "run/log.jsonl")[-2:-1], "kind") or report["loss"]
+
+
+def test_a_trial_answers_its_questions_and_leaves_nothing(tmp_path: Path, model: Path, corpus: Path) -> None:
+    config = config_in(tmp_path, model, corpus)
+    found = json.loads(train(config, "--smoke", "--json").stdout)["smoke"]
+    assert found["steps"] == 12 and found["rows"] == 4 < found["all_rows"]
+    assert found["falls"] and found["fits"] and found["loads_back"] and found["has_room"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml"]
