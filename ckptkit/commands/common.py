@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,10 +23,10 @@ from ckptkit.formats.registry import CKPT, HF, MINDFORMERS, MINDSPORE_SAFETENSOR
 from ckptkit.formats.target import check_place, check_replaceable
 from ckptkit.plan.part import take_ranks
 from ckptkit.plan.plan import Plan
+from ckptkit.quantities import parse_bytes
 from ckptkit.report import Report
 
 DEFAULT_SHARD = "5GB"
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +165,7 @@ def parse_size(text: str | int) -> int:
     """Return the bytes that `5GB`, `500MiB` or `1000` stand for; UsageError for anything else."""
     if isinstance(text, int):
         return text
-    number = text.strip().rstrip("BbKkMmGgIi ")
-    unit = text.strip()[len(number) :].strip().upper()
-    with contextlib.suppress(ValueError, OverflowError):
-        if unit in _UNITS and (size := int(float(number) * _UNITS[unit])) > 0:
-            return size
-    raise UsageError(f"`{text}` is not a size", hint="write it like `5GB`, `500MB` or `2GiB`")
+    try:
+        return parse_bytes(text)
+    except ValueError:
+        raise UsageError(f"`{text}` is not a size", hint="write it like `5GB`, `500MB` or `2GiB`") from None

@@ -28,6 +28,7 @@ from ckptkit.mapping.state_names import is_counter, parameter_of
 from ckptkit.plan.build import Arrangement
 from ckptkit.plan.plan import OutputTensor
 from ckptkit.plan.shard import Holder, Placement, holders_of, place_on_ranks
+from ckptkit.quantities import parse_numbers
 from ckptkit.types import TensorInfo, TensorSpec, item_bytes
 
 LEGACY, QKV_CONCAT = "mindformers-legacy", "qkv_concat"
@@ -202,15 +203,10 @@ def _held(spec: TensorSpec, holders: Sequence[Holder], devices: int, kind: str) 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
     """Return the ranks that `0-7` or `0,2,5-9` names, in order; UsageError for anything else."""
-    ranks: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise UsageError(f"`--ranks {text}` names no ranks", hint="write it like `0-7` or `0,2,5-9`")
-        if int(last or first) >= MAX_RANKS:
-            raise UsageError(f"`--ranks {text}`: no layout has more than {MAX_RANKS} ranks")
-        ranks.update(range(int(first), int(last or first) + 1))
-    return tuple(sorted(ranks))
+    try:
+        return parse_numbers(text, MAX_RANKS, "rank")
+    except ValueError as error:
+        raise UsageError(f"`--ranks {text}` names no ranks: {error}", hint="write it like `0-7` or `0,2,5-9`") from None
 
 
 def parse_layers(text: str) -> tuple[int, ...]:

@@ -11,8 +11,9 @@ from typing import Any
 
 from ckptkit.commands.defaults import Defaults
 from ckptkit.errors import UsageError
+from ckptkit.quantities import parse_numbers
 
-_DIGITS = 5  # of a layer's number: no model has so many layers, and a set of these is no burden
+_MOST_LAYERS = 100_000
 _OF_RUNS = ("runner", "device", "device_a", "device_b", "max_tokens", "stream", "layers")
 _OF_LEVELS = ("dump", "against", "layers", "stream", "compute", "level", "keep_going", "overwrite")
 _OF_B = ("device_b", "dialect_b", "variant_b", "strategy_b", "step_b")
@@ -71,15 +72,10 @@ def layers_of(text: str | Sequence[int] | None) -> tuple[int, ...] | None:
     """Return the layers that `0,1,40-43` names, in rising order; UsageError for anything else."""
     if text is None:
         return None
-    found: set[int] = set()
-    for word in text.split(",") if isinstance(text, str) else map(str, text):
-        first, dash, last = word.strip().partition("-")
-        ends = (first, last) if dash else (first, first)
-        if not all(end.isdecimal() and len(end) <= _DIGITS for end in ends) or int(ends[1]) < int(ends[0]):
-            found.clear()
-            break
-        found.update(range(int(ends[0]), int(ends[1]) + 1))
-    if not found:
-        why = f"a number has at most {_DIGITS} digits, and ranges go upwards"
-        raise UsageError(f"`--layers {text}` names no layers", why=why, hint="write it like `0,1,40-43`")
-    return tuple(sorted(found))
+    words = text if isinstance(text, str) else ",".join(map(str, text))
+    try:
+        return parse_numbers(words, _MOST_LAYERS, "layer")
+    except ValueError as error:
+        raise UsageError(
+            f"`--layers {words}` names no layers", why=str(error), hint="write it like `0,1,40-43`"
+        ) from None

@@ -50,8 +50,7 @@ class Origin:
 class Begun:
     """What a run begins with: `content` is the checkpoint that it goes on from, None for a fresh run.
 
-    `weights` are those of a fresh run, to be taken once. `lacking` are moments that begin at zero, though there are
-    others. `seconds` says how long reading took, by what was done.
+    `weights` are those of a fresh run. `seconds` says how long reading took, by what was done.
     """
 
     config: Mapping[str, Any]
@@ -121,8 +120,6 @@ def begin(config: TrainConfig, origin: Callable[[], Origin], *, without_optimize
     folder = found.content.path
     seconds = {"verify": time.perf_counter() - started}
     notes = found.notes
-    if found.lacking:
-        notes = (*notes, f"{len(found.lacking)} moments begin at zero, as `--without-optimizer` says")
     side = _in_memory(model_side_files(folder))
     return Begun(read_config(folder), folder, side, _facts_of(folder), found.content, {}, notes, seconds)
 

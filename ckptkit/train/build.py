@@ -18,6 +18,7 @@ from ckptkit.train.config_models import TrainConfig
 from ckptkit.train.net import TrainNet, prepare
 from ckptkit.train.scaler import make_scaler
 from ckptkit.train.step import Trainer
+from ckptkit.train.step_scan import check_fits, odd_shapes
 from ckptkit.verification.runners.facts import read_facts
 
 
@@ -36,11 +37,11 @@ class Built:
     seconds: dict[str, float]
 
 
-def build(config: TrainConfig, begun: Begun) -> Built:
+def build(config: TrainConfig, begun: Begun, *, without_optimizer: bool) -> Built:
     """Return what trains, with its weights and state in place.
 
     Raises UsageError for a model, a device or a precision that cannot be had, CoverageError when the weights are not
-    those of the model that config.json describes.
+    those of the model that config.json describes, or moments are lacking and `without_optimizer` does not allow it.
     """
     facts = read_facts(begun.config)
     recompute = config.recompute.selected(facts.layers)
@@ -54,9 +55,9 @@ def build(config: TrainConfig, begun: Begun) -> Built:
         mindspore, facts, compute=precision.compute, dropout=training.dropout, seed=training.seed,
         ce_chunk=precision.ce_chunk,
     )  # fmt: skip
-    _check_weights(net, begun)
     scaler = make_scaler(precision.compute, precision.loss_scale, precision.initial_scale, precision.growth_interval)
     trainer = Trainer(net, config.optimizer, scaler)
+    zero = _check(trainer, begun, without_optimizer=without_optimizer)
     idle = _fill(trainer, begun)
     if begun.state is not None and begun.state.scaler is not None:
         scaler.load(begun.state.scaler)
@@ -65,21 +66,23 @@ def build(config: TrainConfig, begun: Begun) -> Built:
     frozen = frozenset(net.names) - net.trained
     return Built(
         trainer, recompute, frozenset(range(facts.layers)), frozen, facts.vocab, versions,
-        (*_notes(begun, versions), *idle), seconds,
+        (*_notes(begun, versions), *zero, *idle), seconds,
     )  # fmt: skip
 
 
-def _check_weights(net: TrainNet, begun: Begun) -> None:
-    found, due = begun.shapes, net.shapes
-    odd = [f"{name}  {tuple(due[name])} is missing" for name in due if name not in found]
-    odd += [f"{name}  {found[name]} is not the network's" for name in found if name not in due]
-    odd += [f"{name}  is {found[name]}, not {due[name]}" for name in due if name in found and found[name] != due[name]]
-    if odd:
+def _check(trainer: Trainer, begun: Begun, *, without_optimizer: bool) -> list[str]:
+    """Return a note about moments that begin at zero; CoverageError when weights or moments are not the network's."""
+    net = trainer.net
+    if begun.content is not None:
+        lacking = check_fits(begun.content, net.shapes, trainer.optimizer.names, without_optimizer=without_optimizer)
+        return [f"{len(lacking)} moments begin at zero, as `--without-optimizer` says"] if lacking else []
+    if odd := odd_shapes(begun.shapes, net.shapes):
         raise CoverageError(
             "the weights are not those of the network that config.json describes",
             items=odd,
             hint="`ckptkit verify` says where the two part",
         )
+    return []
 
 
 def _fill(trainer: Trainer, begun: Begun) -> list[str]:

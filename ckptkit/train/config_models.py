@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ckptkit.errors import UsageError
+from ckptkit.quantities import parse_bytes
 from ckptkit.train.config_checks import Contradictions, contradictions
 from ckptkit.train.config_values import (
     DeviceSetting,
@@ -20,7 +21,6 @@ from ckptkit.train.config_values import (
     PathsSetting,
     SizeSetting,
     TextsSetting,
-    size_bytes,
 )
 
 
@@ -113,7 +113,7 @@ class AdaptiveConfig(Section):
     @property
     def limit_bytes(self) -> int | None:
         """The limit in bytes; None where the machine's counts."""
-        return None if self.limit is None else size_bytes(self.limit)
+        return None if self.limit is None else parse_bytes(self.limit)
 
 
 class TrainingConfig(Section):

@@ -6,7 +6,6 @@ Each takes what YAML gives, and raises a `Fault` for what it cannot be. What doe
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -14,12 +13,10 @@ from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 from ckptkit.errors import UsageError
+from ckptkit.quantities import parse_bytes, parse_numbers
 from ckptkit.verification.runners.devices import parse_device
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_LAYERS = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
-_MOST_LAYERS = 100_000  # "0-99999999999" is a slip, and no reason to fill the memory
+_MOST_LAYERS = 100_000  # no model has so many
 
 
 class PathMark:
@@ -33,32 +30,6 @@ class Fault(ValueError):
         super().__init__(f"{what}; {hint}")
         self.what = what
         self.hint = hint
-
-
-def size_bytes(text: str) -> int:
-    """Return the bytes that `6GB`, `500MB`, `2GiB` or `1000` stand for; ValueError for anything else."""
-    found = _SIZE.fullmatch(text.strip())
-    if not found:
-        raise ValueError(f"`{text}` is not a size")
-    number, unit, binary = found.groups()
-    size = int(float(number) * (1024 if binary else 1000) ** _POWERS[unit.lower()])
-    if size < 1:
-        raise ValueError(f"`{text}` is no bytes at all")
-    return size
-
-
-def layer_numbers(text: str) -> tuple[int, ...]:
-    """Return the layers that `0-3,7` names, ascending; ValueError for anything else. Both ends are meant."""
-    numbers: set[int] = set()
-    for part in text.split(","):
-        found = _LAYERS.fullmatch(part.strip())
-        if not found:
-            raise ValueError(f"`{part.strip()}` is neither a layer nor a range of layers")
-        first, last = int(found[1]), int(found[2] or found[1])
-        if last < first or last >= _MOST_LAYERS:
-            raise ValueError(f"`{part.strip()}` is no range of layers")
-        numbers.update(range(first, last + 1))
-    return tuple(sorted(numbers))
 
 
 def _path(value: object) -> Path:
@@ -87,8 +58,8 @@ def _size(value: object) -> str:
     if not isinstance(text, str):
         raise Fault("not a size", hint)
     try:
-        size_bytes(text)
-    except (ValueError, OverflowError):
+        parse_bytes(text)
+    except ValueError:
         raise Fault("not a size", hint) from None
     return text
 
@@ -105,7 +76,7 @@ def _layers(value: object) -> object:
     if not items:
         return "none"
     try:
-        return layer_numbers(",".join(map(str, items)))
+        return parse_numbers(",".join(map(str, items)), _MOST_LAYERS, "layer")
     except ValueError as error:
         raise Fault(f"no selection of layers: {error}", hint) from None
 

@@ -97,7 +97,7 @@ def train(
     """
     with held(config.checkpoint.folder):
         begun = begin(config, origin, without_optimizer=choices.without_optimizer)
-        built = build(config, begun)
+        built = build(config, begun, without_optimizer=choices.without_optimizer)
         corpus = open_corpus(config.data, begun.folder, built.vocab)
         rows = max(round(len(corpus) * choices.share), min(config.training.batch_size, len(corpus)))
         used = corpus if rows == len(corpus) else first_rows(corpus, rows)

@@ -22,14 +22,10 @@ from ckptkit.types import Shape
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The checkpoint to go on from; `notes` say what was passed over, and why, one line each.
-
-    `lacking` are the moments that are not there, by name, where that was allowed: they start at zero.
-    """
+    """The checkpoint to go on from; `notes` say what was passed over, and why, one line each."""
 
     content: StepContent
     notes: tuple[str, ...]
-    lacking: tuple[str, ...] = ()
 
     @property
     def state(self) -> RunState:
@@ -45,17 +41,13 @@ def load_newest(
     *,
     step: int | None = None,
     verify: bool = True,
-    shapes: Mapping[str, Shape] | None = None,
-    trained: Collection[str] | None = None,
     without_optimizer: bool = False,
 ) -> Loaded | None:
     """Return the newest whole checkpoint of a run, or that of `step` alone; None where there is none of any kind.
 
-    `verify` compares every digest. `shapes` are those of the network's weights, by HuggingFace's names, and `trained`
-    the names of those that get moments: a checkpoint of another network is a CoverageError, and so is one without
-    optimizer state unless `without_optimizer`. Raises CorruptError when no checkpoint is whole, UsageError when `step`
-    has none or LATEST names one and there is none at all, ResourceError when one cannot be read for another reason than
-    damage.
+    `verify` compares every digest; `without_optimizer` lets one count whose moments are damaged or gone. Raises
+    CorruptError when no checkpoint is whole, UsageError when `step` has none or LATEST names one and there is none at
+    all, ResourceError when one cannot be read for another reason than damage.
     """
     folders = scan(run)
     if not folders:
@@ -77,11 +69,10 @@ def load_newest(
                 raise
             faults.append(error.what)
             continue
-        lacking = _check_fits(content, shapes, trained, without_optimizer=without_optimizer)
         notes = [*(f"passed over: {fault}" for fault in faults), *content.notes]
         if step is None:
             notes += _hint_notes(run, folder)
-        return Loaded(content, tuple(notes), tuple(lacking))
+        return Loaded(content, tuple(notes))
     raise _none_is_whole(run, faults, step)
 
 
@@ -117,27 +108,21 @@ def _none_is_whole(run: Path, faults: Sequence[str], step: int | None) -> Corrup
     )
 
 
-def _check_fits(
-    content: StepContent,
-    shapes: Mapping[str, Shape] | None,
-    trained: Collection[str] | None,
-    *,
-    without_optimizer: bool,
+def check_fits(
+    content: StepContent, shapes: Mapping[str, Shape], trained: Collection[str], *, without_optimizer: bool
 ) -> list[str]:
-    """Return the moments that are lacking; CoverageError when that is not allowed, or for another network's weights."""
-    stored = content.shapes
-    if shapes is not None and stored != dict(shapes):
-        odd = [f"missing: {name} {shapes[name]}" for name in shapes if name not in stored]
-        odd += [f"not in the network: {name} {stored[name]}" for name in stored if name not in shapes]
-        odd += [
-            f"{n} is {stored[n]}, in the network {shapes[n]}" for n in stored if shapes.get(n, stored[n]) != stored[n]
-        ]
+    """Return the moments that a checkpoint lacks for a network whose weights have these `shapes`, by name.
+
+    `trained` are the names of the weights that have moments. CoverageError for another network's weights, and for a
+    lack that `without_optimizer` does not allow.
+    """
+    if odd := odd_shapes(content.shapes, shapes):
         raise CoverageError(
             f"`{content.path.name}` holds the weights of another network",
             items=odd,
             hint="name the model of this run, or another `checkpoint.folder` to start again",
         )
-    lacking = content.lacking(content.trained if trained is None else [*trained])
+    lacking = content.lacking([*trained])
     if lacking and not without_optimizer:
         raise CoverageError(
             f"`{content.path.name}` lacks {len(lacking)} moments of weights that are trained",
@@ -146,6 +131,14 @@ def _check_fits(
             hint="restore it from a copy, or pass `--without-optimizer` to let these start at zero",
         )
     return lacking
+
+
+def odd_shapes(stored: Mapping[str, Shape], due: Mapping[str, Shape]) -> list[str]:
+    """Return, for people, how stored weights differ from those that a network has; empty where they do not."""
+    odd = [f"missing: {name} {tuple(due[name])}" for name in due if name not in stored]
+    odd += [f"not in the network: {name} {stored[name]}" for name in stored if name not in due]
+    both = [name for name in stored if name in due and stored[name] != due[name]]
+    return odd + [f"{name} is {stored[name]}, in the network {tuple(due[name])}" for name in both]
 
 
 def _hint_notes(run: Path, folder: StepFolder) -> list[str]:

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CorruptError, UsageError
+from ckptkit.errors import UsageError
 from ckptkit.formats import files
+from ckptkit.formats.tokenizer import open_tokenizer as load
 from ckptkit.train.documents import DataSettings
 
 TOKENIZER = "tokenizer.json"
@@ -94,30 +95,11 @@ def open_tokenizer(data: DataSettings, model_folder: Path) -> TextTokenizer:
             why="the corpus is text, and tokens have to be made of it",
             hint="name the model's tokenizer.json with `data.tokenizer`, or give lines with `input_ids`",
         )
-    tokenizer = _load(file)
+    tokenizer = load(file, asked_by="the corpus is text", extra="train")
     if not data.eos:
         return TextTokenizer(file, tokenizer, None)
     eos, where = _end_token(tokenizer, list(dict.fromkeys((file.parent, model_folder))))
     return TextTokenizer(file, tokenizer, eos, where)
-
-
-def _load(file: Path) -> Any:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise UsageError(
-            "the corpus is text, and the package `tokenizers` is not installed",
-            hint='`pip install "ckptkit-mindspore[train]"`, or give lines with `input_ids`',
-        ) from None
-    try:
-        made: Any = Tokenizer.from_file(str(file))
-        made.no_padding()  # a tokenizer.json may ask for either, and would cut documents, or fill them, unseen
-        made.no_truncation()
-    except Exception as error:  # noqa: BLE001 - it raises nothing narrower
-        raise CorruptError(
-            f"`{file}` cannot be read: {str(error).splitlines()[0]}", hint="download or save it again"
-        ) from None
-    return made
 
 
 def _end_token(tokenizer: Any, folders: list[Path]) -> tuple[int, str]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from ckptkit.errors import CorruptError, UsageError
 from ckptkit.formats import files
+from ckptkit.formats.tokenizer import open_tokenizer
 from ckptkit.verification.runners.job import Input
 
 INPUTS = "inputs.json"
@@ -85,13 +86,9 @@ def _text(folder: Path | None, vocab: int, most: int) -> tuple[int, ...] | str:
     if file is None or not file.is_file():
         return "no tokenizer.json, so no real text was tried"
     try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        return "the package `tokenizers` is not installed, so no real text was tried"
-    try:
-        ids = Tokenizer.from_file(str(file)).encode(TEXT).ids
-    except Exception as error:  # noqa: BLE001 - it raises nothing narrower
-        return f"tokenizer.json cannot be read, so no real text was tried: {str(error).splitlines()[0]}"
+        ids = open_tokenizer(file, asked_by="a text would be tried", extra="verify").encode(TEXT).ids
+    except (UsageError, CorruptError) as error:
+        return f"no real text was tried: {error.what}"
     ids = [number for number in ids if number < vocab][:most]
     return tuple(ids) if ids else "the tokenizer makes nothing of a text, so no real text was tried"
 

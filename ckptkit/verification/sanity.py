@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import fsum, isfinite, log
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.errors import CorruptError, UsageError
 from ckptkit.formats import files
+from ckptkit.formats.tokenizer import open_tokenizer
 from ckptkit.verification.forward import Dump, Forward
 from ckptkit.verification.runners.job import Floats, Input
 
@@ -138,21 +138,7 @@ def _encoder(file: Path, tokenizer: Path | None) -> Callable[[str], Sequence[int
             f"`{file}` has text, and there is no tokenizer.json to make tokens of it",
             hint="put it beside A, name its folder with `--config`, or give lines with `input_ids`",
         )
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise UsageError(
-            f"`{file}` has text, and the package `tokenizers` is not installed",
-            hint='`pip install "ckptkit-mindspore[verify]"`, or give lines with `input_ids`',
-        ) from None
-    try:
-        made: Any = Tokenizer.from_file(str(tokenizer))
-        made.no_padding()  # a tokenizer.json may ask for either, and a batch's padding is no text
-        made.no_truncation()
-    except Exception as error:  # noqa: BLE001 - it raises nothing narrower
-        raise CorruptError(
-            f"`{tokenizer}` cannot be read: {str(error).splitlines()[0]}", hint="download or save it again"
-        ) from None
+    made = open_tokenizer(tokenizer, asked_by=f"`{file}` has text", extra="verify")
     return lambda text: list(made.encode(text).ids)
 
 

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from ckptkit.errors import UsageError
+from ckptkit.quantities import parse_bytes, parse_numbers
 from ckptkit.train.config import TrainConfig, load_config
-from ckptkit.train.config_values import layer_numbers, size_bytes
 
 SMALL: Mapping[str, Any] = {
     "model": {"path": "model"},
@@ -252,11 +252,11 @@ def test_a_layer_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "-", "1-", "a", "1,,2", "1.5", "-1"])
 def test_what_is_no_list_of_layers_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="layer"):
-        layer_numbers(text)
+        parse_numbers(text, 100_000, "layer")
 
 
 def test_sizes_are_read_in_both_kinds_of_units() -> None:
-    assert [size_bytes(text) for text in ("6GB", "2GiB", "500 mb", "1.5k", "7")] == [
+    assert [parse_bytes(text) for text in ("6GB", "2GiB", "500 mb", "1.5k", "7")] == [
         6_000_000_000,
         2 << 30,
         500_000_000,

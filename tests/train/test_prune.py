@@ -12,18 +12,9 @@ from ckptkit.errors import UsageError
 from ckptkit.train import prune as module
 from ckptkit.train.prune import Keep, kept_steps, prune
 from ckptkit.train.step_folders import folder_of, scan
-from tests.train.tiny_steps import EMBEDDING, make_model, write
+from tests.train.tiny_steps import EMBEDDING, write
 
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return make_model(tmp_path / "model")
-
-
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait for the disk: nobody pulls a plug here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 def steps_in(run: Path) -> list[int]:

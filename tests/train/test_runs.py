@@ -17,9 +17,8 @@ from tests.train.tiny_steps import EMBEDDING, make_model, write
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(tmp_path: Path, quick_disk: None) -> Path:
     """A run with checkpoints of the steps 4, 8 and 12, of which 4 is the best; the embedding is frozen."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     model = make_model(tmp_path / "model")
     best = {"step": 4, "loss": 1.25}
     for step in (4, 8, 12):

@@ -21,7 +21,6 @@ from ckptkit.train.step_folders import LATEST, folder_of, scan
 from ckptkit.train.step_scan import load_newest
 from tests.train.tiny_steps import (
     assert_holds,
-    make_model,
     names_in,
     write,
 )
@@ -29,20 +28,7 @@ from tests.train.tiny_steps import (
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return make_model(tmp_path / "model")
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "deep" / "run"
-
-
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait for the disk: nobody pulls a plug here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 def test_a_partial_folder_of_that_step_is_replaced(run: Path, model: Path) -> None:

@@ -16,16 +16,15 @@ from ckptkit.train import step_read
 from ckptkit.train.state import read_state
 from ckptkit.train.step_folders import LATEST, folder_of
 from ckptkit.train.step_read import tensors_in
-from ckptkit.train.step_scan import Loaded, load_newest
+from ckptkit.train.step_scan import Loaded, check_fits, load_newest
 from tests.train.tiny_steps import EMBEDDING, make_model, make_tensors, names_in, write
 
 STATE_FILE = "training_state/state-00001-of-00001.safetensors"
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(tmp_path: Path, quick_disk: None) -> Path:
     """A run with checkpoints of the steps 4 and 8."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     model = make_model(tmp_path / "model")
     for step in (4, 8):
         write(tmp_path / "run", model, step)
@@ -166,7 +165,8 @@ def test_a_checkpoint_without_optimizer_state_is_refused_unless_told(run: Path) 
     assert load(run).state.step == 4
     found = load(run, without_optimizer=True)
     assert found.state.step == 8
-    assert len(found.lacking) == 24
+    content = found.content
+    assert len(check_fits(content, content.shapes, content.trained, without_optimizer=True)) == 24
     assert "all moments start at zero" in found.notes[0]
     assert dict(tensors_in(found.content)).keys() == make_tensors(8)[0].keys()
     shutil.rmtree(folder_of(run, 4) / "training_state")
@@ -177,20 +177,24 @@ def test_a_checkpoint_without_optimizer_state_is_refused_unless_told(run: Path) 
 
 def test_moments_of_weights_that_were_frozen_are_refused_unless_told(run: Path, tmp_path: Path) -> None:
     write(run, tmp_path / "model", 12, frozen=(EMBEDDING,))
-    assert load(run).lacking == ()
-    everything = make_tensors(12)[0].keys()
+    found = load(run)
+    shapes, everything = found.content.shapes, make_tensors(12)[0].keys()
+    assert check_fits(found.content, shapes, found.content.trained, without_optimizer=False) == []
     with pytest.raises(CoverageError, match="lacks 2 moments"):
-        load_newest(run, trained=everything)
-    found = load(run, trained=everything, without_optimizer=True)
-    assert found.lacking == (f"exp_avg.{EMBEDDING}", f"exp_avg_sq.{EMBEDDING}")
+        check_fits(found.content, shapes, everything, without_optimizer=False)
+    lacking = check_fits(found.content, shapes, everything, without_optimizer=True)
+    assert lacking == [f"exp_avg.{EMBEDDING}", f"exp_avg_sq.{EMBEDDING}"]
     assert len(dict(tensors_in(found.content))) == 12 + 22  # the other moments are there
 
 
 def test_the_weights_of_another_network_are_refused_and_not_fallen_back_from(run: Path) -> None:
     shapes = {name: array.shape for name, array in make_tensors(8)[0].items()}
-    assert load(run, shapes=shapes).state.step == 8
+    found = load(run)
+    assert found.state.step == 8
+    assert check_fits(found.content, shapes, found.content.trained, without_optimizer=False) == []
+    other = shapes | {"model.norm.weight": (17,), "model.layers.1.x": (1,)}
     with pytest.raises(CoverageError, match="another network") as caught:
-        load_newest(run, shapes=shapes | {"model.norm.weight": (17,), "model.layers.1.x": (1,)})
+        check_fits(found.content, other, found.content.trained, without_optimizer=False)
     assert caught.value.items == ("missing: model.layers.1.x (1,)", "model.norm.weight is (16,), in the network (17,)")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -14,27 +13,12 @@ from ckptkit.train.step_write import write_step
 from tests.train.tiny_steps import (
     EMBEDDING,
     assert_holds,
-    make_model,
     make_snapshot,
     names_in,
     write,
 )
 
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return make_model(tmp_path / "model")
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "deep" / "run"
-
-
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait for the disk: nobody pulls a plug here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 def test_frozen_tensors_are_linked_while_their_bytes_are_sound(run: Path, model: Path) -> None:

@@ -6,7 +6,6 @@ How it gets its name: test_step_commit.py; what it shares with the one before: t
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -34,21 +33,7 @@ from tests.train.tiny_steps import (
     write,
 )
 
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return make_model(tmp_path / "model")
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "deep" / "run"
-
-
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait for the disk: nobody pulls a plug here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 def test_a_checkpoint_is_an_ordinary_folder_with_all_that_lies_beside_the_model(run: Path, model: Path) -> None:
