@@ -243,3 +243,14 @@ def test_a_trial_answers_its_questions_and_leaves_nothing(tmp_path: Path, model:
     assert found["steps"] == 12 and found["rows"] == 4 < found["all_rows"]
     assert found["falls"] and found["fits"] and found["loads_back"] and found["has_room"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml"]
+
+
+def test_moments_of_weights_that_were_frozen_are_asked_for(tmp_path: Path, model: Path, corpus: Path) -> None:
+    """A checkpoint has none of them: they begin at zero when that is said, and never in silence."""
+    config = config_in(tmp_path, model, corpus, optimizer={"freeze": ["*embed_tokens*"]})
+    train(config, "--stop-at-step", "2")
+    thawed = ("--set", "optimizer.freeze=[]", "--accept-changes", "--stop-at-step", "3")
+    done = train(config, *thawed, code=3)
+    assert "lacks 2 moments" in done.stderr and "--without-optimizer" in done.stderr
+    done = train(config, *thawed, "--without-optimizer")
+    assert "2 moments begin at zero" in done.stdout and "resumed from step 2" in done.stdout
