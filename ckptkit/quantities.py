@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE | re.ASCII)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_MOST_LAYERS = 100_000  # no model has so many
 _RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?", re.ASCII)
 
 
@@ -40,3 +42,19 @@ def parse_numbers(text: str, below: int, of: str) -> tuple[int, ...]:
             raise ValueError(f"`{part.strip()}` is no range of {of}s from 0 to {below - 1}")
         numbers.update(range(first, last + 1))
     return tuple(sorted(numbers))
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """Return the layers that `0,1,40-43` names, ascending; ValueError for anything else."""
+    return parse_numbers(text, _MOST_LAYERS, "layer")
+
+
+def numbers_text(numbers: Collection[int]) -> str:
+    """Return numbers as `parse_numbers` reads them, the shortest so: `0-3,6`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)

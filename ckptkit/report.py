@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 from ckptkit.errors import printable
@@ -73,11 +74,30 @@ def fold_names(names: Iterable[str]) -> list[tuple[str, int]]:
     for name in names:
         numbers = tuple(int(n) for n in _NUMBER.findall(name))
         groups.setdefault(tuple(_NUMBER.split(name)), []).append(numbers)
-    folded = []
+    found = []
     for pieces, rows in groups.items():
         spans = [_span(sorted(set(column))) for column in zip(*rows, strict=True)]
-        folded.append(("".join(piece + span for piece, span in zip(pieces, [*spans, ""], strict=True)), len(rows)))
-    return folded
+        found.append(("".join(piece + span for piece, span in zip(pieces, [*spans, ""], strict=True)), len(rows)))
+    return found
+
+
+def times(pattern: str, count: int) -> str:
+    """Return `layers.{0..31}.wq x 32`, or a name that stands for itself."""
+    return f"{pattern} x {count}" if count > 1 else pattern
+
+
+def folded(names: Iterable[str]) -> list[str]:
+    """Return the names as `fold_names` folds them, each with its count."""
+    return [times(pattern, count) for pattern, count in fold_names(names)]
+
+
+def finite(data: Any) -> Any:
+    """Return data as JSON can hold it: null for a number that is none, and lists."""
+    if isinstance(data, dict):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not isfinite(data) else data
 
 
 def _span(numbers: Sequence[int]) -> str:

@@ -1,11 +1,12 @@
 """The benchmark of `ckptkit resume-train`: run it as `scripts/bench train`.
 
     step       seconds of an update against torch with the same model, both in turn, in processes of their own
-    save       how long saves hold up the run, and how much slower it is while one is written
-    recovery   what a run that goes on spends before its first update: verify, load, framework, compilation
+    save       how long saves hold up the run, how much slower it is while one is written, and what a run that goes on
+               from one spends before its first update: verify, load, framework, compilation
     recompute  what recompute of every layer saves and costs
 
-Ratios are taken in each round; the median decides. CPU seconds are those of all threads of the process.
+These are `--sections`. Ratios are taken in each round; the median decides. CPU seconds are those of all threads of the
+process.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import train_subjects
 import yaml
-from benchlib import MIB, Goal
+from bench_convert import names
+from benchlib import MIB, Goal, goals_table, ratio, turned
 
 HERE = Path(__file__).parent
+SECTIONS = ("step", "save", "recompute")
 Found = dict[str, Any]
 
 
@@ -39,47 +42,51 @@ def subject(name: str, size: str, steps: int) -> Found:
     return found
 
 
+def in_rounds(section: str, names: Sequence[str], size: str, rounds: int, steps: int) -> dict[str, list[Found]]:
+    """Run the subjects once a round, in an order that turns, and return the figures of each."""
+    runs: dict[str, list[Found]] = {name: [] for name in names}
+    for number in range(rounds):
+        for name in turned(names, number):
+            say(f"{section} {size}: round {number + 1} of {rounds}: {name}")
+            runs[name].append(subject(name, size, steps))
+    return runs
+
+
+def medians(runs: Sequence[Found], figure: str) -> tuple[float, ...]:
+    """Return the median of a figure over the updates of each round."""
+    return tuple(statistics.median(run[figure]) for run in runs)
+
+
 def steps_section(size: str, rounds: int, steps: int) -> list[Goal]:
     """Compare updates with torch's."""
-    runs: dict[str, list[Found]] = {"ours": [], "torch": []}
-    for number in range(rounds):
-        for name in ("ours", "torch") if number % 2 == 0 else ("torch", "ours"):
-            say(f"step {size}: round {number + 1} of {rounds}: {name}")
-            runs[name].append(subject(name, size, steps))
-    pairs = list(zip(runs["ours"], runs["torch"], strict=True))
-    cpu = tuple(statistics.median(a["cpu"]) / statistics.median(b["cpu"]) for a, b in pairs)
-    best = tuple(min(a["wall"]) / min(b["wall"]) for a, b in pairs)
-    apart = max(abs(x - y) for a, b in pairs for x, y in zip(a["losses"], b["losses"], strict=True))
+    runs = in_rounds("step", ("ours", "torch"), size, rounds, steps)
+    ours, torch = runs["ours"], runs["torch"]
+    best = ratio([min(run["wall"]) for run in ours], [min(run["wall"]) for run in torch])
+    cpu = ratio(medians(ours, "cpu"), medians(torch, "cpu"))
+    pairs = zip(ours, torch, strict=True)
+    apart = max(abs(x - y) for a, b in pairs for x, y in zip(a["losses"][:10], b["losses"][:10], strict=True))
     return [
         Goal(f"{size}: CPU seconds of an update over torch's", cpu, 2.2, at_least=False),
         Goal(f"{size}: best wall time of an update over torch's best", best, 2.2, at_least=False),
-        Goal(f"{size}: an update", tuple(statistics.median(a["wall"]) for a, _ in pairs), unit="s"),
-        Goal(f"{size}: torch's", tuple(statistics.median(b["wall"]) for _, b in pairs), unit="s"),
-        Goal(f"{size}: the first update, compilation included", tuple(a["first"] for a, _ in pairs), unit="s"),
-        Goal(f"{size}: largest difference of losses", (apart,)),
+        Goal(f"{size}: an update, ms", tuple(1e3 * seconds for seconds in medians(ours, "wall"))),
+        Goal(f"{size}: torch's, ms", tuple(1e3 * seconds for seconds in medians(torch, "wall"))),
+        Goal(f"{size}: the first update, compilation included, s", tuple(run["first"] for run in ours)),
+        Goal(f"{size}: largest difference of losses, ten updates, millionths", (1e6 * apart,)),
     ]
 
 
 def recompute_section(size: str, rounds: int, steps: int) -> list[Goal]:
     """Compare updates with and without recompute."""
-    runs: dict[str, list[Found]] = {"ours": [], "ours-recompute": []}
-    for number in range(rounds):
-        for name in runs:
-            say(f"recompute {size}: round {number + 1} of {rounds}: {name}")
-            runs[name].append(subject(name, size, steps))
-    pairs = list(zip(runs["ours-recompute"], runs["ours"], strict=True))
-    same = all(a["losses"] == b["losses"] for a, b in pairs)
-    if not same:
+    runs = in_rounds("recompute", ("ours", "ours-recompute"), size, rounds, steps)
+    some, none = runs["ours-recompute"], runs["ours"]
+    if any(a["losses"] != b["losses"] for a, b in zip(some, none, strict=True)):
         raise SystemExit("recompute changed the losses")
-    memory = tuple(a["step_bytes"] / b["step_bytes"] for a, b in pairs)
+    memory = [run["step_bytes"] for run in none]
     return [
-        Goal(f"{size}: memory of updates, recompute over none", memory),
-        Goal(
-            f"{size}: CPU seconds, recompute over none",
-            tuple(statistics.median(a["cpu"]) / statistics.median(b["cpu"]) for a, b in pairs),
-        ),
-        Goal(f"{size}: memory of updates without", tuple(b["step_bytes"] / MIB for _, b in pairs), unit="MiB"),
-    ]  # fmt: skip
+        Goal(f"{size}: memory of updates, recompute over none", ratio([run["step_bytes"] for run in some], memory)),
+        Goal(f"{size}: CPU seconds, recompute over none", ratio(medians(some, "cpu"), medians(none, "cpu"))),
+        Goal(f"{size}: memory of updates without, MiB", tuple(size_bytes / MIB for size_bytes in memory)),
+    ]
 
 
 def run_sections(folder: Path, rounds: int, every: int) -> list[Goal]:
@@ -106,11 +113,11 @@ def run_sections(folder: Path, rounds: int, every: int) -> list[Goal]:
         after = [line["step_seconds"] for line in updates if line["step"] % every == 1]
         slower.append(statistics.median(after) / seconds)
         recoveries.append(train(settings, 3 * every + 1)["seconds"])
-    names = dict.fromkeys(name for row in recoveries for name in row)
+    parts = dict.fromkeys(name for row in recoveries for name in row)
     return [
         Goal("20M: stall by saves, averaged over the interval, of an update", tuple(stalls), 0.1, at_least=False),
         Goal("20M: the update beside a save, over one that is alone", tuple(slower)),
-        *(Goal(f"20M: recovery, {name}", tuple(row.get(name, 0.0) for row in recoveries), unit="s") for name in names),
+        *(Goal(f"20M: recovery, {name}, s", tuple(row.get(name, 0.0) for row in recoveries)) for name in parts),
     ]
 
 
@@ -156,24 +163,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="measured updates of a subject")
     parser.add_argument("--every", type=int, default=10, help="updates between two saves")
-    parser.add_argument("--sections", default="step,save,recompute")
+    parser.add_argument("--sections", type=names(SECTIONS), default=list(SECTIONS), help=f"out of {','.join(SECTIONS)}")
     args = parser.parse_args(argv)
-    wanted = args.sections.split(",")
     goals: list[Goal] = []
     with tempfile.TemporaryDirectory(prefix="ckptkit-bench-train-") as scratch:
-        sections: dict[str, list[Callable[[], list[Goal]]]] = {
-            "step": [lambda s=size: steps_section(s, args.rounds, args.steps) for size in train_subjects.SIZES],
-            "save": [lambda: run_sections(Path(scratch), args.rounds, args.every)],
-            "recompute": [lambda: recompute_section("20M", args.rounds, args.steps)],
-        }
-        for name in wanted:
-            for section in sections[name]:
-                goals += section()
-    for goal in goals:
-        low, high = min(goal.values), max(goal.values)
-        limit = "" if goal.limit is None else f"  at most {goal.limit:g}: {goal.state}"
-        unit = f" {goal.unit}" if goal.unit else ""
-        print(f"{goal.text:<62} {statistics.median(goal.values):.4g} ({low:.4g}-{high:.4g}){unit}{limit}")
+        if "step" in args.sections:
+            for size in train_subjects.SIZES:
+                goals += steps_section(size, args.rounds, args.steps)
+        if "save" in args.sections:
+            goals += run_sections(Path(scratch), args.rounds, args.every)
+        if "recompute" in args.sections:
+            goals += recompute_section("20M", args.rounds, args.steps)
+    print(goals_table(goals))
     return 0
 
 

@@ -19,8 +19,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 SAMPLE_SECONDS = 0.004
 READ_BYTES = 1 << 20
 MIB = 1 << 20
@@ -215,10 +216,10 @@ class Bench:
         return Run(**{**asdict(run), "output_bytes": written})
 
 
-def turned(subjects: Sequence[Subject], number: int) -> list[Subject]:
+def turned(items: Sequence[T], number: int) -> list[T]:
     """Return the order of round `number`: it begins one later each time, and every second one runs backwards."""
-    start = number % len(subjects)
-    order = [*subjects[start:], *subjects[:start]]
+    start = number % len(items)
+    order = [*items[start:], *items[:start]]
     return order[::-1] if number % 2 else order
 
 

@@ -69,16 +69,20 @@ def random_tensors(shapes: Mapping[str, Sequence[int]], seed: int = 0) -> Tensor
     return {name: rng.integers(0, 1 << 32, tuple(shape), np.uint32) for name, shape in shapes.items()}
 
 
-def write_whole(file: Path, tensors: Mapping[str, Array]) -> Path:
-    """Write F32 and BF16 tensors as MindSpore does, to a .ckpt or .safetensors file."""
+def write_whole(file: Path, tensors: Mapping[str, Array], dtypes: Mapping[str, str] | None = None) -> Path:
+    """Write F32 and BF16 tensors as MindSpore does, to a .ckpt or .safetensors file.
+
+    In the latter, `dtypes` are those of tensors that are neither.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.suffix == ".ckpt":
+        assert not dtypes
         file.write_bytes(b"".join(_record(name, array) for name, array in tensors.items()))
         return file
     header: dict[str, Any] = {"__metadata__": {"format": "ms"}}
     offset = 0
     for name, array in tensors.items():
-        dtype = SPELLED[array.itemsize][0]
+        dtype = (dtypes or {}).get(name) or SPELLED[array.itemsize][0]
         header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [offset, offset + array.nbytes]}
         offset += array.nbytes
     text = json.dumps(header).encode()

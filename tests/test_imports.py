@@ -17,12 +17,12 @@ PACKAGE = Path(__file__).parent.parent / "ckptkit"
 LEVELS = {
     "cli": 8, "__main__": 9, "commands": 7, "settings": 7, "train": 6.5, "verification": 6, "execute": 5,
     "compare": 5, "moves": 4, "plan": 3, "mapping": 2, "formats": 2, "layout": 2, "cast": 2, "values": 2, "types": 1,
-    "quantities": 1, "report": 1, "errors": 0, "": 0,
+    "quantities": 1, "memory": 1, "report": 1, "errors": 0, "": 0,
 }  # fmt: skip
 FRAMEWORKS = {"torch", "mindspore", "mindformers", "transformers", "safetensors"}
 RUNNERS = "ckptkit.verification.runners"
 # a network that took its weights by way of a table would forgive the table's errors
-RUNNERS_MAY = {"types", "errors", "cast", "values", "formats", "verification"}
+RUNNERS_MAY = {"types", "errors", "memory", "cast", "values", "formats", "verification"}
 # imported where it is used, and done without
 OPTIONAL = {"tokenizers", "jinja2", "markupsafe", "plotly", "pydantic", "pydantic_core", "matplotlib"}
 

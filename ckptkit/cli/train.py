@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -57,13 +58,18 @@ def resume_train_command(
         emit(plot_run(plot), as_json)
     if config is None:
         raise UsageError("no config is named", hint="`ckptkit resume-train CONFIG`, or `--plot RUN`")
-    told = [*(sets or []), *([f"log.file={log}"] if log is not None else [])]
+    told = [*(sets or []), *([log_setting(log)] if log is not None else [])]
     report = resume_train(
         config, sets=told, stop_at_step=stop_at_step, smoke=smoke, accept_changes=accept_changes,
         without_optimizer=without_optimizer, progress=progress_bar(not no_progress),
         say=lambda text: _say(text, as_json),
     )  # fmt: skip
     emit(report, as_json)
+
+
+def log_setting(log: Path) -> str:
+    """Return `--log` as what `--set` takes: the name is quoted, for `7` is a number and `a #b` is `a` in YAML."""
+    return f"log.file={json.dumps(str(log), ensure_ascii=False)}"
 
 
 def _say(text: str, as_json: bool) -> None:

@@ -103,7 +103,7 @@ def verify_command(
     report = verify(
         a, b, level=level, runner=runner, device=device, device_a=device_a, device_b=device_b, max_tokens=max_tokens,
         keep_going=keep_going, stream=stream, layers=layers, compute=compute, dump=dump, against=against,
-        overwrite=overwrite and (dump is not None or html is None), sanity=sanity, lines=lines, model=model,
+        overwrite=overwrite, sanity=sanity, lines=lines, model=model,
         config=config, table=table or (), dialect_a=dialect_a, dialect_b=dialect_b, variant_a=variant_a,
         variant_b=variant_b, strategy_a=strategy_a, strategy_b=strategy_b, step_a=step_a, step_b=step_b,
         workers=workers, progress=progress_bar(not no_progress), steps=step_bar(not no_progress),

@@ -95,8 +95,10 @@ def _beside(path: Path, weights: Sequence[Path]) -> Iterator[Path]:
 
 
 def _name_in(path: Path, file: Path) -> str:
-    """Return what a manifest in the folder `path` calls a file."""
-    return Path(os.path.relpath(file.resolve().parent, path.resolve())).joinpath(file.name).as_posix()
+    """Return what a manifest in the folder `path` calls a file: as it lies there, wherever a link of its path leads."""
+    if file.is_relative_to(path):
+        return file.relative_to(path).as_posix()
+    return Path(os.path.relpath(file.parent.resolve(), path.resolve())).joinpath(file.name).as_posix()
 
 
 def _digest_around(file: Path, extents: Sequence[Extent]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
 from ckptkit.cast import CastCount
@@ -13,26 +13,35 @@ from ckptkit.commands.rank_rows import beside, rank_rows
 from ckptkit.commands.write import Options
 from ckptkit.errors import UsageError
 from ckptkit.formats.manifest import read_manifest
-from ckptkit.formats.part_manifests import missing_ranks, span
+from ckptkit.formats.part_manifests import missing_ranks
 from ckptkit.formats.parts import check_part
 from ckptkit.formats.target import check_replaceable
+from ckptkit.mapping.state_names import is_counter, state_of
 from ckptkit.plan.plan import Plan
+from ckptkit.quantities import numbers_text
 from ckptkit.report import Report, fold_names, human_bytes, listed
 
 
 def dtype_notes(plan: Plan) -> Iterator[str]:
     """Yield a note for each dtype of the result that a model's weights do not have unless they are quantised.
 
-    Tensors that a cast left alone are in the report already, with their dtype.
+    Tensors that a cast left alone are in the report already, with their dtype; training state is no weight.
     """
-    kept = {fate.name for fate in plan.kept}
-    for dtype, number in Counter(o.spec.dtype for o in plan.outputs if o.spec.name not in kept).items():
+    names = {output.spec.name for output in plan.outputs}
+    passed = {fate.name for fate in plan.kept} | {name for name in names if _is_state_beside(name, names)}
+    for dtype, number in Counter(o.spec.dtype for o in plan.outputs if o.spec.name not in passed).items():
         what = f"{number} tensors are {dtype}" if number > 1 else f"1 tensor is {dtype}"
         if dtype.startswith("F8_"):
             unknown = ", a dtype that MindSpore does not have" if plan.facts["to"]["dialect"] != "hf" else ""
             yield f"{what}{unknown}: the scales of FP8 weights are not applied"
         elif not dtype.startswith(("F", "BF")):
             yield f"{what}, where a model has floating-point weights: if they are quantised, no scale is applied"
+
+
+def _is_state_beside(name: str, names: Container[str]) -> bool:
+    """Tell a counter, and state of a parameter that is among `names`: a network may call a layer `accum` itself."""
+    known = state_of(name)
+    return is_counter(name) or (known is not None and known[1] in names)
 
 
 def naming_rows(plan: Plan, choice: Choice) -> list[tuple[str, str]]:
@@ -87,7 +96,9 @@ def _part_notes(plan: Plan, dst: Path) -> list[str]:
     if plan.whole is None:
         return []
     missing = missing_ranks(read_manifest(dst) or {})
-    return [f"`{dst}` lacks ranks {span(missing)}" if missing else f"`{dst}` is complete: the last part joined it"]
+    return [
+        f"`{dst}` lacks ranks {numbers_text(missing)}" if missing else f"`{dst}` is complete: the last part joined it"
+    ]
 
 
 def _refusal(plan: Plan, dst: Path, options: Options) -> list[str]:

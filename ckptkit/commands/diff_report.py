@@ -13,7 +13,7 @@ from ckptkit.commands.source import Source
 from ckptkit.compare import Tally
 from ckptkit.plan.pair import Finding
 from ckptkit.plan.plan import OutputTensor
-from ckptkit.report import Report, fold_names, human_bytes, listed
+from ckptkit.report import Report, fold_names, human_bytes, listed, times
 from ckptkit.types import Shape
 from ckptkit.verification.weights import Compared
 
@@ -92,7 +92,7 @@ def _add_dtypes(report: Report, tallies: Sequence[Tally], total: int) -> None:
     """Add the tensors of which only the dtype differs, by what became of their values, with the largest figures."""
     for text, group in _by_cast(tallies).items():
         folded = [("all", total)] if len(group) == total > 1 else fold_names(tally.mine.name for tally in group)
-        for line in listed([f"{_folded(pattern, count)}: {text}" for pattern, count in folded]):
+        for line in listed([f"{times(pattern, count)}: {text}" for pattern, count in folded]):
             report.add("dtype", line)
         if changed := [tally for tally in group if tally.changed]:
             report.add("dtype", f"  {sum(tally.changed for tally in changed)} elements changed, {_gaps(changed)}")
@@ -105,7 +105,7 @@ def _add_values(report: Report, rows: Sequence[tuple[OutputTensor, Tally]]) -> N
     others = []
     for text, group in _by_cast([tally for _, tally in rows[WORST:]]).items():
         folded = fold_names(tally.mine.name for tally in group)
-        others += [_folded(pattern, count) + (f": {text}" if text else "") for pattern, count in folded]
+        others += [times(pattern, count) + (f": {text}" if text else "") for pattern, count in folded]
     for line in listed(others):
         report.add("others", line)
 
@@ -168,15 +168,11 @@ def _add_findings(report: Report, findings: Sequence[Finding]) -> None:
         lines = []
         for pattern, count in fold_names(texts):
             if count > 1:
-                lines.append(_folded(pattern, count))
+                lines.append(times(pattern, count))
             else:
                 lines.append(f"{pattern}: {texts[pattern]}" if texts.get(pattern) else pattern)
         for line in listed(lines):
             report.add(label, line)
-
-
-def _folded(pattern: str, count: int) -> str:
-    return f"{pattern} x {count}" if count > 1 else pattern
 
 
 def _named(output: OutputTensor) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit import __version__
+from ckptkit.memory import group_bytes, machine_bytes
 from ckptkit.report import Report, human_bytes
 
 PACKAGES = ("numpy", "safetensors", "torch", "mindspore", "mindformers", "transformers")
@@ -132,18 +133,11 @@ def _device_text(name: str, found: Mapping[str, Any]) -> str:
 
 def _machine(folder: Path) -> dict[str, Any]:
     """Return cores, bytes of memory (None where the system does not say) and free bytes under `folder`."""
-    memory = {}
-    info = Path("/proc/meminfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            key, _, rest = line.partition(":")
-            memory[key] = int(rest.split()[0]) * 1024
-    limit = _number(Path("/sys/fs/cgroup/memory.max"))
-    total = memory.get("MemTotal")
+    total, limit = machine_bytes(), group_bytes()
     return {
         "cores": _cores(),
         "memory_bytes": total,
-        "memory_available_bytes": memory.get("MemAvailable"),
+        "memory_available_bytes": machine_bytes("MemAvailable"),
         "memory_limit_bytes": limit if limit is not None and (total is None or limit < total) else None,
         "free_bytes": shutil.disk_usage(folder).free,
     }
@@ -154,13 +148,6 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _number(path: Path) -> int | None:
-    if not path.is_file():
-        return None
-    text = path.read_text().strip()
-    return int(text) if text.isdigit() else None
 
 
 def memory_text(machine: Mapping[str, Any]) -> str:

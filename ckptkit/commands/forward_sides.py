@@ -82,7 +82,7 @@ def side_of(sides: Sides, label: Literal["a", "b"], runner: Runner, device: str,
             "level forward needs the model's config.json, and neither A nor B has one beside it",
             hint="pass `--config FOLDER`, or stop before it with `--level weights`",
         )
-    return _side(source, config, spoke, sides.tables, (runner, extent), device, f"--device-{label}")
+    return _side(source, config, spoke, sides.tables, (runner, extent), device)
 
 
 def one_side(source: Source, asked: Asked, tables: Tables, runner: Runner, device: str, extent: Extent = WHOLE) -> Side:
@@ -99,7 +99,7 @@ def one_side(source: Source, asked: Asked, tables: Tables, runner: Runner, devic
     else:
         options = ("--dialect-a", "--variant-a")
         spoke = choose_source(source, tables, family, asked.dialect_a, asked.variant_a, options=options)
-    return _side(source, config, spoke, tables, (runner, extent), device, "--device-a")
+    return _side(source, config, spoke, tables, (runner, extent), device)
 
 
 def check_runs(runner: str, devices: Mapping[str, str | None]) -> None:
@@ -112,13 +112,11 @@ def check_runs(runner: str, devices: Mapping[str, str | None]) -> None:
 
 
 def _side(
-    source: Source, config: Mapping[str, Any], spoke: Spoke, tables: Tables, how: tuple[Runner, Extent], device: str,
-    option: str,
-) -> Side:  # fmt: skip
+    source: Source, config: Mapping[str, Any], spoke: Spoke, tables: Tables, how: tuple[Runner, Extent], device: str
+) -> Side:
     # what no network here can express is known before anything is read
     _check_layers(how[1].layers, read_facts(config).layers)
     spoke = spoke if spoke[0] else ("hf", "")
-    check_runs(how[0], {option: device})
     chosen, why = _runner(config, spoke, *how, device)
     if chosen == "builtin":
         _check_compute(how[1].compute, device)

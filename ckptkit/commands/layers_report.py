@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import Any
 
 from ckptkit.report import Report
@@ -37,7 +36,7 @@ def _text(row: LayerRow) -> str:
 
 
 def layers_data(layers: Layers) -> dict[str, Any]:
-    """Return level layers as data; no figure is infinite or NaN."""
+    """Return level layers as data; a figure may be infinite or NaN."""
     cause = layers.cause
     return {
         "input": layers.input,
@@ -46,9 +45,9 @@ def layers_data(layers: Layers) -> dict[str, Any]:
                 "name": row.name,
                 "layer": row.layer,
                 "part": row.part,
-                "relative": _number(row.relative),
+                "relative": row.relative,
                 "bound": row.bound,
-                "max_abs": _number(row.max_abs),
+                "max_abs": row.max_abs,
                 "largest": row.largest,
                 "wrong": row.wrong,
             }
@@ -61,13 +60,9 @@ def layers_data(layers: Layers) -> dict[str, Any]:
             "name": cause.name,
             "text": cause.text,
             "tensors": list(cause.tensors),
-            "before": _number(cause.before),
-            "after": _number(cause.after),
+            "before": cause.before,
+            "after": cause.after,
             "hint": cause.hint,
             "differs": list(cause.differs),
         },
     }
-
-
-def _number(value: float) -> float | None:
-    return value if isfinite(value) else None

@@ -13,6 +13,8 @@ from ckptkit.formats.disk import disk_error, write_file
 from ckptkit.formats.target import overlap
 from ckptkit.plan.plan import Plan
 
+_THEN = "or name another file"
+
 
 def check_plan_file(path: Path, result: Path, sources: Iterable[Path]) -> None:
     """Raise UsageError when no plan may be written to `path`: into the result or a source, or to no regular file."""
@@ -55,9 +57,9 @@ def write_plan_file(path: Path, plan: Plan, *, overwrite: bool) -> None:
             )
     partial = real.with_name(f".ckptkit-plan-{os.getpid()}")
     try:
-        write_file(partial, data)
+        write_file(partial, data, why="", then=_THEN)
         partial.replace(real)
     except OSError as error:
-        raise disk_error(error, real) from error
+        raise disk_error(error, real, why="", then=_THEN) from error
     finally:
         partial.unlink(missing_ok=True)

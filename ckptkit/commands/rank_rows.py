@@ -7,8 +7,8 @@ from itertools import groupby
 
 from ckptkit.formats.manifest import MANIFEST
 from ckptkit.formats.mindformers_write import rank_of
-from ckptkit.formats.part_manifests import span
 from ckptkit.plan.plan import Plan
+from ckptkit.quantities import numbers_text
 from ckptkit.report import human_bytes, listed
 
 
@@ -18,7 +18,7 @@ def rank_rows(plan: Plan) -> list[tuple[str, str]]:
     if "ranks" not in layout:
         return []
     only = layout.get("only")
-    part = [] if only is None else [("part", f"ranks {span(only)} of {layout['ranks']}")]
+    part = [] if only is None else [("part", f"ranks {numbers_text(only)} of {layout['ranks']}")]
     return [("layout", layout_text(plan)), *part, *(("ranks", text) for text in listed(list(_ranks(plan))))]
 
 

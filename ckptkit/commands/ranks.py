@@ -21,7 +21,7 @@ from ckptkit.formats.folder import file_names
 from ckptkit.formats.manifest import MANIFEST, compare_with_manifest, named_files, read_manifest
 from ckptkit.formats.mindformers_folder import METADATA, TRACKER, Place
 from ckptkit.formats.mindformers_ranks import Iteration
-from ckptkit.formats.mindspore_strategy import STRATEGY, find_strategy, is_strategy_file, read_strategies
+from ckptkit.formats.mindspore_strategy import STRATEGY, find_strategy, read_strategies
 from ckptkit.formats.part_manifests import refuse_incomplete
 from ckptkit.formats.rank_folders import SUFFIXES, RankSet, find_ranks, open_ranks
 from ckptkit.layout.layout import Layout, Stage, check_num_ranks, replicated, slice_number
@@ -29,6 +29,8 @@ from ckptkit.layout.slices import num_parts, shard_index, whole_shape
 from ckptkit.mapping.state_names import parameter_of
 from ckptkit.plan.join import join
 from ckptkit.types import Shape, TensorInfo, TensorLayout
+
+_UNCUT = "no strategy file says how `rank_0` was cut: its tensors are taken as whole"
 
 
 def open_sharded(path: Path, *, strategy: Path | None = None, step: int | None = None) -> Source:
@@ -60,7 +62,7 @@ def open_sharded(path: Path, *, strategy: Path | None = None, step: int | None =
     first = ranks.ranks[0]
     checkpoint = Checkpoint(
         path, path, first.kind, tuple(file for rank in ranks.ranks.values() for file in rank.files), joined.tensors,
-        first.metadata, (*_notes(ranks), *ranks.notes, *joined.notes, *_doubts(path, uncut=where is None)),
+        first.metadata, (*_notes(ranks), *([_UNCUT] if where is None else []), *ranks.notes, *joined.notes),
     )  # fmt: skip
     return Source(checkpoint, manifest, joined, ranks)
 
@@ -216,13 +218,6 @@ def refuse_others(path: Path, manifest: Mapping[str, Any] | None) -> None:
             why=f"which file of a rank counts, {MANIFEST} says, and it names another",
             hint=f"move what is not of this result away, or remove {MANIFEST} to treat the folder as a foreign one",
         )
-
-
-def _doubts(path: Path, *, uncut: bool) -> list[str]:
-    """Return notes on what was taken for granted: `uncut` ranks are whole, and weights beside them do not count."""
-    notes = ["no strategy file says how `rank_0` was cut: its tensors are taken as whole"] if uncut else []
-    beside = [name for name in file_names(path) if name.endswith(SUFFIXES) and not is_strategy_file(path / name)]
-    return notes + ([f"passed over, as they lie beside the ranks: {listed(beside)}"] if beside else [])
 
 
 def _single_device(checkpoint: Checkpoint) -> Layout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,8 +14,10 @@ from ckptkit.commands.convert import plan_by_tables
 from ckptkit.commands.defaults import Defaults
 from ckptkit.commands.parallel import WHOLE, Parallel
 from ckptkit.commands.source import find_config, load_own_tables
-from ckptkit.errors import UsageError
+from ckptkit.commands.write import Progress
+from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.formats.registry import HF
+from ckptkit.mapping.state_names import is_state
 from ckptkit.plan.build import Target
 from ckptkit.report import Report, human_bytes
 
@@ -24,7 +27,12 @@ if TYPE_CHECKING:
     from ckptkit.train.driver import Outcome
     from ckptkit.train.smoke import Smoke
 
-Progress = Callable[[int, int], Callable[[int], None]]
+# options of `convert` that a message may name, and the keys of a config that stand for them
+_KEYS = {
+    "--config": "config", "--model": "family", "--from": "dialect", "--from-variant": "variant", "--step": "step",
+    "--src-strategy": "strategy", "--table": "table",
+}  # fmt: skip
+_OPTION = re.compile(rf"({'|'.join(sorted(_KEYS, key=len, reverse=True))})(?![a-z-])( ?)")
 
 
 def resume_train(
@@ -64,12 +72,12 @@ def resume_train(
     return _report(settings, train(settings, origin, choices, say))
 
 
-def plot_run(run: str | Path, out: str | Path | None = None) -> Report:
-    """Draw the log of a run, its folder or the file itself, as a PNG: `plot.png` beside the log unless `out` says."""
+def plot_run(run: str | Path) -> Report:
+    """Draw the log of a run, its folder or the file itself, as a PNG: `plot.png` beside the log."""
     from ckptkit.train import plot
 
     run = Path(run)
-    target = Path(out) if out is not None else (run if run.is_dir() else run.parent) / "plot.png"
+    target = (run if run.is_dir() else run.parent) / "plot.png"
     plot.plot_run(run, target)
     report = Report("resume-train", f"drew `{target}`")
     report.data = {"plot": str(target)}
@@ -92,8 +100,21 @@ def model_origin(model: ModelConfig, progress: Progress | None) -> Origin:
 
     Training state in it stays behind: a new run has moments of its own.
     """
+    try:
+        return _model_origin(model, progress)
+    except CkptkitError as error:
+        error.why, error.hint = _in_words_of_config(error.why), _in_words_of_config(error.hint)
+        raise
+
+
+def _in_words_of_config(text: str) -> str:
+    """Return a text about options of `convert` as one about the keys of a config that stand for them."""
+    return _OPTION.sub(lambda found: f"model.{_KEYS[found[1]]}" + (": " if found[2] else ""), text)
+
+
+def _model_origin(model: ModelConfig, progress: Progress | None) -> Origin:
     from ckptkit.train.begin import Origin
-    from ckptkit.train.step_files import RESERVED
+    from ckptkit.train.step_files import facts_in, read_side_files
     from ckptkit.train.weights import load_weights
 
     strategy = None if model.strategy is None else str(model.strategy)
@@ -106,13 +127,16 @@ def model_origin(model: ModelConfig, progress: Progress | None) -> Origin:
     )  # fmt: skip
     target = Target(HF, 1 << 62, dtype="F32", drop_state=True)
     plan = plan_by_tables(source, choice, config, side, target, WHOLE.target(Defaults(()), model.path))
-    side_files: dict[str, Path | bytes] = {name: path for path, name in plan.side} | dict(plan.extra)
+    state = sum(map(is_state, source.checkpoint.tensors))
+    if state:
+        notes.append(f"{state} tensors of training state of `{model.path}` stay behind: a run has moments of its own")
+    beside = model.config or source.checkpoint.folder
     advance = progress(plan.tensor_bytes, 0) if progress else lambda _: None
     return Origin(
         config=config,
-        folder=source.checkpoint.folder if model.config is None else model.config,
-        side_files={name: file for name, file in side_files.items() if name not in RESERVED},
-        facts={key: plan.facts[key] for key in ("family", "dims", "to") if key in plan.facts},
+        folder=beside if beside.is_dir() else beside.parent,
+        side_files=read_side_files({name: path for path, name in plan.side}) | dict(plan.extra),
+        facts=facts_in(plan.facts),
         weights=lambda: load_weights(plan, source_digests=source.promised_digests, progress=advance),
         notes=(*notes, *plan.notes),
     )

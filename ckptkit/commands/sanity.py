@@ -17,6 +17,7 @@ from ckptkit.commands.sides import Asked, Sides, open_side, open_sides
 from ckptkit.commands.source import load_own_tables
 from ckptkit.errors import CorruptError, UsageError
 from ckptkit.formats.manifest import MANIFEST
+from ckptkit.formats.tokenizer import TOKENIZER
 from ckptkit.report import Report
 from ckptkit.verification.forward import compare, run_side
 from ckptkit.verification.inputs import MAX_TOKENS
@@ -94,7 +95,7 @@ def _tokenizer(runs: Sequence[Side], asked: Asked) -> Path | None:
     folders = [side.folder for side in runs]
     if asked.config is not None:
         folders.append(asked.config if asked.config.is_dir() else asked.config.parent)
-    return next((file for folder in folders if (file := folder / "tokenizer.json").is_file()), None)
+    return next((file for folder in folders if (file := folder / TOKENIZER).is_file()), None)
 
 
 def _positions(config: Mapping[str, Any]) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from math import isfinite, log
+from math import log
 from pathlib import Path
 from typing import Any
 
 from ckptkit.commands.diff_report import side_data, side_text
 from ckptkit.commands.forward_sides import Side
-from ckptkit.report import Report, listed
+from ckptkit.report import Report, finite, listed
 from ckptkit.verification.runners.job import Input, Result
 from ckptkit.verification.sanity import FEW_TOKENS, MARGIN, Loss, high_loss
 from ckptkit.verification.statistics import Statistics, Strange
@@ -97,8 +97,8 @@ def sanity_report(found: SanityFound) -> Report:
     for line in _losses(found):
         report.add("loss", line)
     for label, checked in found.labelled:
-        finite = sum(not (row.nan or row.inf) for row in checked.statistics)
-        report.add("weights", f"{label}: {len(checked.statistics)} tensors, {finite} of them without NaN and inf")
+        sound = sum(not (row.nan or row.inf) for row in checked.statistics)
+        report.add("weights", f"{label}: {len(checked.statistics)} tensors, {sound} of them without NaN and inf")
     for line in (*found.faults, *found.unsteady):
         report.add("WRONG", line)
     for severity, word in (("wrong", "WRONG"), ("suspect", "suspect"), ("note", "note")):
@@ -107,7 +107,7 @@ def sanity_report(found: SanityFound) -> Report:
                 report.add(word, f"{label}: {line}")
     for note in _notes(found):
         report.add("note", note)
-    report.fill = lambda: _data(found)
+    report.fill = lambda: finite(_data(found))
     return report
 
 
@@ -156,8 +156,8 @@ def _data(found: SanityFound) -> dict[str, Any]:
         "vocab": found.vocab,
         "ln_vocab": log(found.vocab),
         "margin": MARGIN,
-        "gap": _number(found.gap),
-        "bound": _number(found.bound),
+        "gap": found.gap,
+        "bound": found.bound,
         "failed": [*found.faults, *found.unsteady],
         "notes": list(_notes(found)),
         **{
@@ -168,27 +168,15 @@ def _data(found: SanityFound) -> dict[str, Any]:
 
 def _side_data(path: Path, checked: Checked) -> dict[str, Any]:
     loss, side = checked.loss, checked.side
-    lines = [asdict(line) | {"loss": _number(line.loss)} for line in loss.lines] if loss else []
     return {
         **side_data(path, side.source, side.spoke),
         "runner": side.runner,
         "device": side.device,
         "why": side.why,
         "versions": checked.result.versions if checked.result else {},
-        "loss": _number(loss.mean) if loss else None,
+        "loss": loss.mean if loss else None,
         "tokens": loss.tokens if loss else 0,
-        "lines": lines,
+        "lines": [asdict(line) for line in loss.lines] if loss else [],
         "strange": [asdict(line) for kind in ("wrong", "suspect", "note") for line in checked.of(kind)],
-        "parameters": [_row(row) for row in checked.statistics],
+        "parameters": [asdict(row) for row in checked.statistics],
     }
-
-
-def _row(row: Statistics) -> dict[str, Any]:
-    figures = {key: _number(value) for key, value in (("mean", row.mean), ("std", row.std))}
-    ends = {"low": _number(row.low), "high": _number(row.high)}
-    return asdict(row) | figures | ends
-
-
-def _number(value: float | None) -> float | None:
-    """Return a figure as JSON has it: no inf and no NaN."""
-    return value if value is not None and isfinite(value) else None

@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ckptkit.commands.moment import moment
 from ckptkit.commands.ranks import read_layout
 from ckptkit.commands.source import Source
 from ckptkit.errors import UsageError
 from ckptkit.formats import mindspore_ckpt, safetensors
 from ckptkit.formats.base import OutputFile
-from ckptkit.formats.files import opened, pread
 from ckptkit.formats.mindformers_folder import METADATA
 from ckptkit.formats.mindformers_write import MODEL, OPTIMIZER, Held, Saved, small_files, weight_file
 from ckptkit.formats.mindspore_strategy import STRATEGY, Strategy, dump_strategy
@@ -29,10 +29,9 @@ from ckptkit.plan.build import Arrangement
 from ckptkit.plan.plan import OutputTensor
 from ckptkit.plan.shard import Holder, Placement, holders_of, place_on_ranks
 from ckptkit.quantities import parse_numbers
-from ckptkit.types import TensorInfo, TensorSpec, item_bytes
+from ckptkit.types import TensorSpec, item_bytes
 
 LEGACY, QKV_CONCAT = "mindformers-legacy", "qkv_concat"
-STEP = "global_step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +63,23 @@ class Arranger:
     """Give the tensors of a result their ranks. `kind` is that of `file_layout`.
 
     `ranks` are those of the source, whose files say at which step training is to be resumed; None when it is not.
-    `saved` is the moment of training that a folder of MindFormers' newer kind is of.
+    `saved` is the moment of training that a folder of MindFormers' newer kind is of, `unknown` what is to be said of it
+    to whoever resumes from the result.
     """
 
     sharding: Sharding
     kind: str
     ranks: RankSet | None = None
     saved: Saved = field(default_factory=lambda: Saved(0, {}))
+    unknown: tuple[str, ...] = ()
 
     def __call__(self, wholes: Sequence[OutputTensor], rules: RuleSet) -> Arrangement:
         degrees, layout, notes = self._layout(wholes, rules)
         _check_ranks(self.sharding.only, layout)
         if self.kind == MINDFORMERS:
             placement, extra = self._iteration(wholes, rules, layout)
+            if _has_state(wholes, rules):  # weights alone begin a run, and resume none
+                notes = [*notes, *self.unknown]
         else:
             placement = place_on_ranks(
                 wholes, layout, self._lay_out, parameter_of=parameter_of, on_every_rank=is_counter
@@ -149,41 +152,20 @@ class Arranger:
         return facts
 
 
+def _has_state(wholes: Sequence[OutputTensor], rules: RuleSet) -> bool:
+    names = {whole.spec.name for whole in wholes}
+    return any(rule.is_state and rule.target in names for rule in rules.rules)
+
+
 def arranger(sharding: Sharding, kind: str, source: Source, *, drop_state: bool) -> Arranger | None:
     """Return what gives the tensors of a result their ranks; None for one that has none."""
     if sharding.is_whole and kind != MINDFORMERS:
         return None
-    return Arranger(sharding, kind, None if drop_state else source.ranks, moment(source))
-
-
-def moment(source: Source) -> Saved:
-    """Return the moment of training that a source is of, as far as it says.
-
-    That is what a folder of MindFormers' newer kind says; else the counter of the optimizer; else the step in the names
-    of the ranks' files, which counts from the start of the epoch.
-    """
-    ranks = source.ranks
-    if ranks is not None and ranks.iteration is not None:
-        return Saved(ranks.iteration.number or 0, ranks.iteration.common or {})
-    epoch, step = (ranks.saved if ranks is not None else None) or (0, 0)
-    counter = _stored_counter(source)
-    step = step if counter is None else _number_in(counter)
-    return Saved(step, {"epoch_num": epoch, "step_num": step, "global_step": step})
-
-
-def _stored_counter(source: Source) -> TensorInfo | None:
-    """Return the optimizer's counter of steps as it is stored, when it is one."""
-    info = source.checkpoint.tensors.get(STEP)
-    if info is not None and source.joined is not None:
-        info = next(info for _, info in source.joined.parts_of(STEP))
-    return info if info is not None and info.num_elements == 1 and info.dtype in ("I32", "I64") else None
-
-
-def _number_in(info: TensorInfo) -> int:
-    """Return the value of a tensor of one integer; no iteration is negative."""
-    with opened(info.file) as descriptor:
-        data = b"".join(pread(info.file, descriptor, size, offset) for offset, size in info.extents)
-    return max(0, int.from_bytes(data, "little", signed=True))
+    ranks = None if drop_state else source.ranks
+    if kind != MINDFORMERS:
+        return Arranger(sharding, kind, ranks)
+    saved, unknown = moment(source)
+    return Arranger(sharding, kind, ranks, saved, tuple(unknown))
 
 
 def _held(spec: TensorSpec, holders: Sequence[Holder], devices: int, kind: str) -> Held:

@@ -296,7 +296,7 @@ def _family(a: Source, b: Source, config: Mapping[str, Any], asked: Asked, table
         except UsageError:
             if asked.anything:
                 raise
-            return f"no table for {type_text(each)}"
+            return f"no table for {type_text(each)} (`--config DIR` names another config.json for both)"
         found[family.name] = family
     if len(found) > 1:
         return f"the two config.json files name two families, {' and '.join(found)}"

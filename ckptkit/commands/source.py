@@ -89,13 +89,16 @@ def load_own_tables(paths: str | Path | Sequence[str | Path]) -> Tables:
 
 
 def _manifest_of_file(path: Path) -> dict[str, Any] | None:
-    """Return the part of the manifest beside a weight file that is about this file, or None when none is."""
-    file = path.resolve()
-    manifest = read_manifest(file.parent)
-    if manifest is None:
-        return None
-    rows = {name: row for name, row in manifest["tensors"].items() if row.get("file") == file.name}
-    return manifest | {"tensors": rows} if rows else None
+    """Return the part of the manifest beside a weight file that is about this file, or None when none is.
+
+    Where the file is a link, the manifest beside it comes before one beside what it leads to.
+    """
+    for file in dict.fromkeys((path.absolute(), path.resolve())):
+        manifest = read_manifest(file.parent) or {"tensors": {}}
+        rows = {name: row for name, row in manifest["tensors"].items() if row.get("file") == file.name}
+        if rows:
+            return manifest | {"tensors": rows}
+    return None
 
 
 def refuse_part(source: Source) -> None:

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -44,10 +45,6 @@ from ckptkit.verification.weights import compare as compare_weights
 
 Level = Literal["files", "weights", "forward", "layers"]
 LEVELS: tuple[str, ...] = get_args(Level)
-_OTHERWISE: dict[str, object] = {  # what an option is when nobody tells it, None but for these
-    "lines": LINES, "level": "forward", "keep_going": False, "overwrite": False, "runner": "auto", "device": "cpu",
-    "max_tokens": MAX_TOKENS, "stream": False,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +135,8 @@ def verify(
         "dialect_b": dialect_b, "variant_b": variant_b, "strategy_b": strategy_b, "step_b": step_b,
     }  # fmt: skip
     check_runs(runner, {"--device": device, "--device-a": device_a, "--device-b": device_b})
-    refuse_idle(told, _OTHERWISE, given)
+    untold = {name: parameter.default for name, parameter in signature(verify).parameters.items()}
+    refuse_idle(told, untold, given)
     asked = asked_of(
         model, config, table, (dialect_a, dialect_b), (variant_a, variant_b), (strategy_a, strategy_b), (step_a, step_b)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ckptkit.report import Report, fold_names, listed
+from ckptkit.report import Report, folded, listed
 from ckptkit.verification.compute import SideComputed, number
 from ckptkit.verification.layers import place
 from ckptkit.verification.runners.job import ComputedRow
@@ -31,8 +31,8 @@ def add_compute(report: Report, dtype: str, sides: Sequence[SideComputed]) -> No
 def _lines(side: SideComputed) -> Iterator[str]:
     found, first = side.found, side.first
     if found.unfit:
-        names = [f"{pattern} x {count}" if count > 1 else pattern for pattern, count in fold_names(found.unfit)]
-        yield f"WRONG: weights with numbers beyond its range: {', '.join(listed(names))}"
+        names = ", ".join(listed(folded(found.unfit)))
+        yield f"WRONG: weights that it does not hold, for a number is beyond its range or all become 0: {names}"
     if first is not None and side.overflows(first):
         yield f"WRONG: overflows in {first.name}: {_place(side, first)}"
         others = [row.name for row in found.rows if side.overflows(row) and row is not first]

@@ -11,9 +11,8 @@ from typing import Any
 
 from ckptkit.commands.defaults import Defaults
 from ckptkit.errors import UsageError
-from ckptkit.quantities import parse_numbers
+from ckptkit.quantities import parse_layers
 
-_MOST_LAYERS = 100_000
 _OF_RUNS = ("runner", "device", "device_a", "device_b", "max_tokens", "stream", "layers")
 _OF_LEVELS = ("dump", "against", "layers", "stream", "compute", "level", "keep_going", "overwrite")
 _OF_B = ("device_b", "dialect_b", "variant_b", "strategy_b", "step_b")
@@ -74,7 +73,7 @@ def layers_of(text: str | Sequence[int] | None) -> tuple[int, ...] | None:
         return None
     words = text if isinstance(text, str) else ",".join(map(str, text))
     try:
-        return parse_numbers(words, _MOST_LAYERS, "layer")
+        return parse_layers(words)
     except ValueError as error:
         raise UsageError(
             f"`--layers {words}` names no layers", why=str(error), hint="write it like `0,1,40-43`"

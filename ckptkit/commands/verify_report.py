@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from ckptkit.commands.layers_report import add_layers, layers_data
 from ckptkit.commands.sides import Sides
 from ckptkit.commands.verify_compute_report import add_compute, compute_data
 from ckptkit.formats.manifest import MANIFEST
-from ckptkit.report import Report, fold_names, human_bytes, listed
+from ckptkit.report import Report, finite, fold_names, folded, human_bytes, listed, times
 from ckptkit.verification.compute import SideComputed, sides_computed
 from ckptkit.verification.files import Sound
 from ckptkit.verification.forward import Dump, Forward, Row, part_of
@@ -146,15 +145,6 @@ def _without_compute(found: Found) -> list[str]:
     return [f"{label} was not run in {found.compute}: make its dump with the same `--compute`" for label in lacking]
 
 
-def finite(data: Any) -> Any:
-    """Return data as JSON can hold it: null for a number that is none."""
-    if isinstance(data, dict):
-        return {key: finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [finite(value) for value in data]
-    return None if isinstance(data, float) and not isfinite(data) else data
-
-
 def _headline(found: Found) -> str:
     if found.sides is None:
         if found.forward is None:
@@ -208,9 +198,10 @@ def _add_weights(report: Report, status: LoadStatus, compared: Compared) -> None
     for fate in status.benign:
         reasons.setdefault(fate.reason, []).append(fate.name)
     for reason, names in reasons.items():
-        for pattern, count in fold_names(names)[:4]:
-            report.add("benign", f"{_times(pattern, count)}: {reason}")
-        if len(fold_names(names)) > 4:
+        shown = folded(names)
+        for text in shown[:4]:
+            report.add("benign", f"{text}: {reason}")
+        if len(shown) > 4:
             report.add("benign", f"  and {len(names)} in all for that reason")
 
 
@@ -227,7 +218,7 @@ def _folded(parameters: Sequence[Parameter], kind: Status) -> Iterator[str]:
             groups.setdefault((cast, why), {})[parameter.name] = parameter
     for (cast, _), named in groups.items():
         for pattern, count in fold_names(named):
-            text = _times(pattern, count)
+            text = times(pattern, count)
             reasons = dict.fromkeys(parameter.text for parameter in named.values() if parameter.text)
             if len(reasons) == 1 and (count == 1 or len(named) == count or all(p.wrong for p in named.values())):
                 text += f": {next(iter(reasons))}"
@@ -241,11 +232,12 @@ def _largest(parameters: Sequence[Parameter]) -> Iterator[str]:
     gaps = [(t.max_abs, t.max_relative) for t in tallies if t.max_abs is not None and t.max_relative is not None]
     if tallies:
         figures = f", max |a - b| {max(g[0] for g in gaps):.3g}, relative {max(g[1] for g in gaps):.3g}" if gaps else ""
-        yield f"{sum(t.changed for t in tallies)} elements differ{figures}"
-
-
-def _times(pattern: str, count: int) -> str:
-    return f"{pattern} x {count}" if count > 1 else pattern
+        odd = [
+            f", {sum(counts[0] for counts in pairs)} {word} in A and {sum(counts[1] for counts in pairs)} in B"
+            for word, pairs in (("NaN", [t.nan for t in tallies]), ("inf", [t.inf for t in tallies]))
+            if any(one != two for one, two in pairs)
+        ]
+        yield f"{sum(t.changed for t in tallies)} elements differ{figures}{''.join(odd)}"
 
 
 def _add_forward(report: Report, found: Found) -> None:
@@ -304,10 +296,10 @@ def _loaded(result: Result) -> Iterator[str]:
         ("of another shape", [f"{name}: {net} in the network, {file} stored" for name, net, file in result.shapes]),
         ("not looked at here, of a layer that was not run", result.left_out),
     ):
-        for line in listed([_times(pattern, count) for pattern, count in fold_names(names)]):
+        for line in listed(folded(names)):
             yield f"  {what}: {line}"
-    for pattern, count in fold_names(name for name, _ in result.benign):
-        yield f"  in the network only, and no weight: {_times(pattern, count)}"
+    for text in folded(name for name, _ in result.benign):
+        yield f"  in the network only, and no weight: {text}"
     yield from result.notes
 
 
@@ -352,8 +344,8 @@ def _parameter_data(parameter: Parameter) -> dict[str, Any]:
             "shape": list(tally.theirs.shape),
             "dtypes": [tally.mine.dtype, tally.theirs.dtype],
             "changed": tally.changed,
-            "max_abs": _number(tally.max_abs),
-            "max_relative": _number(tally.max_relative),
+            "max_abs": tally.max_abs,
+            "max_relative": tally.max_relative,
         }
     return {"name": parameter.name, "status": parameter.status, "text": parameter.text, **figures}
 
@@ -364,10 +356,5 @@ def _row_data(row: Row) -> dict[str, Any]:
         "sensitivity": row.sensitivity,
     }  # fmt: skip
     if row.distance is not None:
-        data |= asdict(row.distance) | {"relative": _number(row.distance.relative)}
+        data |= asdict(row.distance) | {"relative": row.distance.relative}
     return data
-
-
-def _number(value: float | None) -> float | None:
-    """Return a figure as JSON has it: no inf and no NaN."""
-    return value if value is not None and isfinite(value) else None

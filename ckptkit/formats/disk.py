@@ -6,6 +6,10 @@ import ctypes
 import errno
 import fcntl
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
@@ -31,21 +35,24 @@ _WHY = {
     errno.ENFILE: ("the system has too many files open", "end what holds them"),
 }
 
+# what a failure means for a result and what to do then; others than results say it in words of their own
+_UNNAMED = "the result is incomplete and has not been given its name"
+_AGAIN = "then run the same command again: finished files are kept"
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
-def disk_error(error: OSError, path: Path) -> CkptkitError:
-    """Return what `error` means for `path`: a ResourceError, or a UsageError for a path that cannot be."""
+def disk_error(error: OSError, path: Path, *, why: str = _UNNAMED, then: str = _AGAIN) -> CkptkitError:
+    """Return what `error` means for `path`: a ResourceError, or a UsageError for a path that cannot be.
+
+    `why` says what is lost by it; `then` follows the remedy in the hint.
+    """
     odd = files.name_error(path, error)
     if odd is not None:
         return odd
-    why, remedy = _WHY.get(error.errno or 0, (str(error.strerror or error).lower(), "check the disk and the path"))
-    return ResourceError(
-        f"cannot write `{path.name}`: {why}",
-        why="the result is incomplete and has not been given its name",
-        hint=f"{remedy}, then run the same command again: finished files are kept",
-    )
+    what, remedy = _WHY.get(error.errno or 0, (str(error.strerror or error).lower(), "check the disk and the path"))
+    return ResourceError(f"cannot write `{path.name}`: {what}", why=why, hint=f"{remedy}, {then}")
 
 
 def allow_open_files(count: int) -> None:
@@ -63,8 +70,8 @@ def allow_open_files(count: int) -> None:
     )
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a whole small file and wait until it is on disk; ResourceError when that fails."""
+def write_file(path: Path, data: bytes, *, why: str = _UNNAMED, then: str = _AGAIN) -> None:
+    """Write a whole small file and wait until it is on disk; when that fails, ResourceError with `why` and `then`."""
     try:
         path.unlink(missing_ok=True)  # never through a link that took its place
         with path.open("xb") as file:
@@ -72,7 +79,50 @@ def write_file(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise disk_error(error, path) from error
+        raise disk_error(error, path, why=why, then=then) from error
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of `data` to an open file: one call of the kernel may take a part of it. OSError when that fails."""
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+@contextmanager
+def appended(path: Path, *, why: str, then: str) -> Iterator[int]:
+    """Open a file to read it and to add to its end, made if need be, and give its descriptor.
+
+    It is closed when the block fails, and left open otherwise. When the disk fails, here or in the block,
+    ResourceError with `why` and `then`.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            yield fd
+        except BaseException:
+            os.close(fd)
+            raise
+    except OSError as error:
+        raise disk_error(error, path, why=why, then=then) from error
+
+
+@contextmanager
+def folder_beside(place: Path, suffix: str, *, why: str = _UNNAMED, then: str = _AGAIN) -> Iterator[Path]:
+    """Give a new hidden folder beside `place`, which is gone afterwards unless it was renamed.
+
+    When the disk does not let it be made, ResourceError with `why` and `then`.
+    """
+    beside = place.absolute().parent
+    try:
+        make_folder(beside)
+        made = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=suffix, dir=beside))
+        made.chmod(0o755)
+    except OSError as error:
+        raise disk_error(error, place, why=why, then=then) from error
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def copy_file(source: Path, target: Path) -> str:
@@ -104,7 +154,7 @@ def file_digest(path: Path) -> str:
             while block := file.read(COPY_BYTES):
                 state.update(block)
     except OSError as error:
-        raise _lost(path, error) from error
+        raise files.read_error(path, error) from error
     return state.hexdigest()
 
 
@@ -114,6 +164,15 @@ def _lost(path: Path, error: OSError) -> ResourceError:
         why="it was there when the conversion began, and the result should have a copy of it",
         hint="put it back, then run the same command again: finished files are kept",
     )
+
+
+def fsync_file(path: Path) -> None:
+    """Wait until the bytes of a file are on disk; OSError when that fails."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def fsync_folder(folder: Path) -> None:

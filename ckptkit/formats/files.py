@@ -101,6 +101,21 @@ def regular_file(path: Path, option: str) -> Path:
     return path
 
 
+def has_small(file: Path) -> bool:
+    """Tell whether a file is there that is known by its name; CorruptError where that name is of something else."""
+    found = look(file)
+    if found is None and not file.is_symlink():
+        return False
+    if found is not None and stat.S_ISREG(found.st_mode):
+        return True
+    what = "a link to nothing" if found is None else "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or device"
+    raise CorruptError(
+        f"`{file}` is {what}, not a regular file",
+        why="a file of that name says how the checkpoint is to be read",
+        hint="restore it from a copy, or move it away",
+    )
+
+
 def open_error(file: Path, error: OSError) -> CkptkitError:
     """Return the error to raise for a failed open of `file`."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import UsageError
-from ckptkit.formats.disk import disk_error, lock
+from ckptkit.formats.disk import disk_error, lock, write_all
 
 JOURNAL = ".ckptkit-journal.jsonl"  # hidden, so that no side file has this name
 
@@ -69,8 +69,7 @@ class Journal:
 
     def _note(self, entry: Mapping[str, object]) -> None:
         line = (json.dumps(entry) + "\n").encode()
-        while line:
-            line = line[os.write(self.fd, line) :]
+        write_all(self.fd, line)
         os.fsync(self.fd)
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ import xxhash
 
 from ckptkit.errors import CorruptError
 from ckptkit.formats.base import Checkpoint, OutputFile
+from ckptkit.formats.seal import is_sealed, sealed
 from ckptkit.types import Shape, TensorSpec
 
 MANIFEST = "ckptkit.json"
@@ -71,15 +72,11 @@ def dump_manifest(manifest: Mapping[str, Any], rows: Iterable[str] | None = None
     text = ",\n".join(f' "{key}": {_text(value)}' for key, value in head)
     text = "".join(["{\n", text, ',\n "tensors": {\n  ', ",\n  ".join(rows), "\n }"])
     body = text.encode(errors="backslashreplace")  # a half character's escape
-    return body + _seal(body)
+    return sealed(body)
 
 
 def _text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _seal(body: bytes) -> bytes:
-    return f',\n "seal": "{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode()
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -99,8 +96,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
             f"`{path}` has schema {manifest.get('schema')!r}; this version reads {SCHEMA}",
             hint="use the version of ckptkit that wrote it",
         )
-    body = data[: data.rfind(b',\n "seal": ')]
-    if data != body + _seal(body):
+    if not is_sealed(data):
         raise CorruptError(
             f"`{path}` is not as ckptkit wrote it: its seal does not fit",
             why="it says how fused tensors are cut and what every byte should be, so it must be sound itself",

@@ -20,7 +20,7 @@ from typing import Any
 
 from ckptkit.errors import CorruptError, CoverageError, UsageError
 from ckptkit.formats import files
-from ckptkit.formats.folder import MINDFORMERS_FILE, file_names, is_weight
+from ckptkit.formats.folder import MINDFORMERS_FILE, file_names, is_weight, natural
 from ckptkit.formats.manifest import MANIFEST
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -68,6 +68,29 @@ def is_checkpoint(path: Path) -> bool:
     return TRACKER in names and not any(_MEGATRON.fullmatch(name) for name in below)
 
 
+def refuse_beside_iterations(path: Path, others: Sequence[str]) -> None:
+    """Raise UsageError where `others`, which are a checkpoint in `path`, lie there beside whole iterations."""
+    below = [c.name for c in path.iterdir() if _FOLDER.fullmatch(c.name) and c.is_dir() and is_iteration(c)]
+    if others and below:
+        raise _two_checkpoints(path, others, sorted(below, key=natural))
+
+
+def refuse_beside_files(path: Path, others: Sequence[str]) -> None:
+    """Raise UsageError where `others`, which are a checkpoint in `path`, lie there beside the files of an iteration."""
+    own = [name for name in file_names(path) if MINDFORMERS_FILE.fullmatch(name)]
+    if others and own:
+        raise _two_checkpoints(path, others, own)
+
+
+def _two_checkpoints(path: Path, one: Sequence[str], two: Sequence[str]) -> UsageError:
+    return UsageError(
+        f"`{path}` holds two checkpoints",
+        items=[files.listed(one), files.listed(two)],
+        why="nothing says which of them is meant",
+        hint="name an iteration by its own folder, or move the one that is not meant away",
+    )
+
+
 def iteration_name(number: int) -> str:
     """Return the name of an iteration's folder, as MindFormers gives it."""
     return f"iteration_{number:08d}"
@@ -80,6 +103,8 @@ def locate(path: Path, step: int | None = None) -> Place:
     tracker that is no number.
     """
     if is_iteration(path):
+        own = [n for n in file_names(path) if n in (METADATA, COMMON) or MINDFORMERS_FILE.fullmatch(n)]
+        refuse_beside_iterations(path, own)
         return _itself(path, step)
     found = _iterations(path)
     tracked = _read_tracker(path)
@@ -107,7 +132,7 @@ def locate(path: Path, step: int | None = None) -> Place:
 
 def read_common(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
     """Return what `common.json` says, None where there is none, and notes; CorruptError when it is no JSON object."""
-    if not (folder / COMMON).is_file():
+    if not files.has_small(folder / COMMON):
         return None, [f"`{folder.name}` has no `{COMMON}`: MindFormers cannot resume training from it"]
     common = files.read_json_object(folder / COMMON)
     wrong = [key for key in (*COMMON_KEYS, *NEWER_KEYS) if not _is_number(common.get(key))]
@@ -122,25 +147,50 @@ def read_common(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
     return common, notes
 
 
+def unlike_number(place: Place, common: Mapping[str, Any] | None) -> list[str]:
+    """Return a note where `common.json` is of another iteration than the name of its folder says.
+
+    MindFormers names the folder by `step_num`, or by `global_step`, which is smaller where updates were skipped.
+    """
+    step, count = ((common or {}).get(key) for key in ("step_num", "global_step"))
+    odd = {"step_num": step} if step not in (None, place.number) else {}
+    odd |= {"global_step": count} if count is not None and place.number is not None and count > place.number else {}
+    if place.number is None or not odd:
+        return []
+    said = " and ".join(f"{key} {value}" for key, value in odd.items())
+    return [f"`{COMMON}` of iteration {place.number} says {said}: MindFormers resumes by `{COMMON}`"]
+
+
 def _is_number(value: object) -> bool:
     return value is None or type(value) is int or (isinstance(value, float) and isfinite(value))
 
 
 def _itself(path: Path, step: int | None) -> Place:
     """Return the iteration that was named by its own folder."""
-    real = path.resolve()
-    match = _FOLDER.fullmatch(real.name)
-    number = int(match[1]) if match else None
+    named = _by_its_name(path)
+    number = int(named.name.removeprefix("iteration_")) if named else None
     if step is not None and step != number:
         is_one = "" if number is None else f", it is iteration {number}"
         raise CoverageError(f"`{path}` has no iteration {step}{is_one}", hint="name the folder around it")
-    if match is None:
+    if named is None or number is None:
         return Place(path, path, None, ())
-    around = real.parent
+    around = named.parent
     root = around if not (path / MANIFEST).is_file() and (around / MANIFEST).is_file() else path
-    tracked = _read_tracker(around)
-    assert number is not None
-    return Place(root, root / real.name if root == around else path, number, _unfinished(number, tracked))
+    try:
+        notes = _unfinished(number, _read_tracker(around))
+    except CorruptError as error:  # the user says which iteration is meant
+        notes = (f"{error.what}: whether iteration {number} is complete cannot be told",)
+    return Place(root, named if root == around else path, number, notes)
+
+
+def _by_its_name(path: Path) -> Path | None:
+    """Return the path by whose last name an iteration's folder says its number; None where none does.
+
+    The name of a link comes before that of the folder it leads to, unless only the latter lies in such a folder.
+    """
+    found = [other for other in dict.fromkeys((path.absolute(), path.resolve())) if _FOLDER.fullmatch(other.name)]
+    beside = [other for other in found if any((other.parent / name).is_file() for name in (TRACKER, MANIFEST))]
+    return next(iter(beside or found), None)
 
 
 def _unfinished(number: int, tracked: int | None) -> tuple[str, ...]:
@@ -181,7 +231,7 @@ def _iterations(path: Path) -> dict[int, Path]:
 
 def _read_tracker(path: Path) -> int | None:
     file = path / TRACKER
-    if not file.is_file():
+    if not files.has_small(file):
         return None
     with files.opened(file) as descriptor:
         data = files.pread(file, descriptor, min(files.HEAD_BYTES, files.size_of(descriptor)), 0)

@@ -153,6 +153,7 @@ def _read_entry(file: Path, name: str, row: Any, stored: Mapping[int, Sequence[S
         layout = row["layout"]
         sound = isinstance(dtype, str) and _are_sizes(shape) and _are_sizes(parts) and len(parts) == len(shape)
         sound = sound and all(_are_sizes(offset) and len(offset) == 1 and _are_sizes(of) for offset, of in chunks)
+        sound = sound and _are_properties(row["properties"])
         if not sound or 0 in parts:
             raise ValueError
     except (TypeError, KeyError, ValueError):
@@ -195,7 +196,9 @@ def _read_layout(file: Path, name: str, layout: Any, num_axes: int) -> tuple[Ten
         used = [m for axis in places for m in axis]
         if not _are_sizes(used) or any(m >= len(matrix) for m in used):
             raise ValueError
-    except (TypeError, KeyError, ValueError):
+        if type(layout.get("interleaved_parallel", False)) is not bool or not _are_aliases(layout, len(matrix)):
+            raise ValueError
+    except (TypeError, KeyError, ValueError, AttributeError):
         raise _odd(file, f"`{name}` has no sound layout") from None
     wrong = []
     if prod(matrix) != len(ranks):
@@ -237,6 +240,24 @@ def _ranks_of(entry: Entry) -> set[int]:
 def _is_reordered(row: Mapping[str, Any]) -> bool:
     layout = row["layout"]
     return layout is not None and tuple(layout) != LAYOUT_KEYS
+
+
+def _are_properties(properties: Mapping[str, Any]) -> bool:
+    """Tell whether what only MindFormers reads of a tensor is of the kinds that it writes, where it is there."""
+    flags = [properties.get(key) for key in ("allow_shape_mismatch", "allow_to_save")]
+    replicas = properties.get("replica_id")
+    return all(flag is None or type(flag) is bool for flag in flags) and (
+        replicas is None or _is_size(replicas) or _are_sizes(replicas)
+    )
+
+
+def _are_aliases(layout: Mapping[str, Any], num_axes: int) -> bool:
+    """Tell whether the device axes of a layout have names, where it gives any, each its own."""
+    names = layout.get("alias_name")
+    if names is None:
+        return True
+    sound = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return sound and len(names) == len(set(names)) == num_axes
 
 
 def _is_size(number: object) -> bool:

@@ -18,7 +18,7 @@ from ckptkit.errors import CoverageError
 from ckptkit.formats import files, safetensors
 from ckptkit.formats.base import Checkpoint, FileIndex
 from ckptkit.formats.folder import MINDFORMERS_FILE, file_names
-from ckptkit.formats.mindformers_folder import METADATA, Place, locate, read_common
+from ckptkit.formats.mindformers_folder import METADATA, Place, locate, read_common, unlike_number
 from ckptkit.formats.mindformers_metadata import Entry, Metadata, read_metadata
 from ckptkit.types import DTYPES, TensorInfo
 
@@ -53,8 +53,8 @@ def open_iteration(path: Path, step: int | None = None) -> tuple[Iteration, dict
     """
     place = locate(path, step)
     common, notes = read_common(place.folder)
-    notes = [*place.notes, *notes]
-    if not (place.folder / METADATA).is_file():
+    notes = [*place.notes, *notes, *unlike_number(place, common)]
+    if not files.has_small(place.folder / METADATA):
         ranks = {0: _only_rank(place.folder)}
         return Iteration(place, common, None), ranks, notes, False
     metadata = read_metadata(place.folder)

@@ -12,17 +12,7 @@ from typing import Any
 
 from ckptkit.errors import CoverageError
 from ckptkit.formats.manifest import MANIFEST
-
-
-def span(ranks: Collection[int]) -> str:
-    """Return ranks as `--ranks` takes them: `0-3,6`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+from ckptkit.quantities import numbers_text
 
 
 def missing_ranks(manifest: Mapping[str, Any]) -> list[int]:
@@ -40,11 +30,11 @@ def refuse_incomplete(folder: Path, manifest: Mapping[str, Any] | None) -> None:
     come = [rank for rank in missing if (folder / f"rank_{rank}").is_dir()]
     why = "they were copied here by hand, or a run that was to join them was stopped" if come else ""
     raise CoverageError(
-        f"`{folder.name}` is not complete: its {MANIFEST} names ranks {span(manifest['layout']['only'])} "
+        f"`{folder.name}` is not complete: its {MANIFEST} names ranks {numbers_text(manifest['layout']['only'])} "
         f"of {manifest['layout']['ranks']}",
         items=[f"rank_{rank} is {'not in the manifest' if rank in come else 'missing'}" for rank in missing],
         why=why or "the run that writes the other ranks has not ended",
-        hint=f"run the command that made it with `--ranks {span(missing)}`, into this folder: that joins them",
+        hint=f"run the command that made it with `--ranks {numbers_text(missing)}`, into this folder: that joins them",
     )
 
 

@@ -32,8 +32,9 @@ from ckptkit.errors import UsageError
 from ckptkit.formats.disk import fsync_folder, fsync_tree, lock, write_file
 from ckptkit.formats.journal import JOURNAL, Journal
 from ckptkit.formats.manifest import MANIFEST, dump_manifest, plan_of, read_manifest
-from ckptkit.formats.part_manifests import joined, missing_ranks, ranks_in, span, without
+from ckptkit.formats.part_manifests import joined, missing_ranks, ranks_in, without
 from ckptkit.formats.target import remove_replaced, siblings
+from ckptkit.quantities import numbers_text
 
 _PLAN_DIGITS = 24  # of the 32 in a partial folder's name; the rest tell the parts of one plan apart
 _JOINED = "joined.json"
@@ -71,9 +72,9 @@ def check_part(target: Path, digest: str | None, ranks: Sequence[int], *, overwr
     again = set(ranks) & ranks_in(manifest)
     foreign = [rank for rank in ranks if rank not in again and (target / f"rank_{rank}").exists()]
     if again and not overwrite:
-        missing = span(missing_ranks(manifest))
+        missing = numbers_text(missing_ranks(manifest))
         raise UsageError(
-            f"`{target}` holds ranks {span(again)} of this result already",
+            f"`{target}` holds ranks {numbers_text(again)} of this result already",
             hint=(f"`--ranks {missing}` are missing; " if missing else "") + "`--overwrite` writes these again",
         )
     if foreign and not overwrite:

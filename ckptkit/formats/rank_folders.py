@@ -18,8 +18,8 @@ from pathlib import Path
 from ckptkit.errors import CorruptError, CoverageError, UsageError
 from ckptkit.formats import files
 from ckptkit.formats.base import Checkpoint
-from ckptkit.formats.folder import file_names, natural, rank_folders
-from ckptkit.formats.mindformers_folder import is_checkpoint
+from ckptkit.formats.folder import file_names, is_weight, natural, rank_folders
+from ckptkit.formats.mindformers_folder import is_checkpoint, refuse_beside_files, refuse_beside_iterations
 from ckptkit.formats.mindformers_ranks import Iteration, open_iteration
 from ckptkit.formats.rank_names import HOLE, RankFile, common_pattern, parse, refuse_exchanged, run_of, says_step
 from ckptkit.formats.registry import open_checkpoint
@@ -105,6 +105,9 @@ def _rank_folders(folder: Path) -> dict[int, Path]:
                 hint="move one of the two away",
             )
         found[rank] = folder / name
+    names = [path.name for path in found.values()]
+    refuse_beside_iterations(folder, names)
+    refuse_beside_files(folder, names)
     return found
 
 
@@ -142,6 +145,7 @@ def open_ranks(folder: Path, *, step: int | None = None) -> RankSet:
     pattern = common_pattern(names)
     if not pattern:
         notes.append("the names of the ranks' files differ in more than the rank: they may be of different runs")
+    notes += _beside_ranks(folder)
     ranks = {rank: open_checkpoint(choice.file.path) for rank, choice in chosen.items()}
     thinned = any(checkpoint.metadata.get("remove_redundancy") == "True" for checkpoint in ranks.values())
     return RankSet(folder, ranks, tuple(notes), saved[0], pattern, resume, thinned)
@@ -203,7 +207,7 @@ def _read_meta(folders: Mapping[int, Path]) -> tuple[dict[int, LastSave], list[s
     found: dict[int, LastSave] = {}
     odd = []
     for rank, path in folders.items():
-        if not (path / META).is_file():
+        if not files.has_small(path / META):
             continue
         try:
             content = files.read_json_object(path / META)
@@ -302,6 +306,12 @@ def _different_steps(
 
 def _words(saved: tuple[int, int] | None) -> str:
     return "no step" if saved is None else f"epoch {saved[0]}, step {saved[1]}"
+
+
+def _beside_ranks(folder: Path) -> list[str]:
+    """Return a note on the weight files that lie beside the ranks' folders, and do not count."""
+    found = [name for name in file_names(folder) if is_weight(name) and not _is_strategy(folder / name)]
+    return [f"passed over, as they lie beside the ranks: {files.listed(found)}"] if found else []
 
 
 def _passed_over(chosen: Mapping[int, _Choice]) -> list[str]:

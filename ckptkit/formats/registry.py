@@ -16,7 +16,8 @@ from ckptkit.errors import CorruptError, CoverageError, UsageError
 from ckptkit.formats import files, mindspore_ckpt, safetensors
 from ckptkit.formats.base import Checkpoint, FileIndex, OutputFile
 from ckptkit.formats.bin_beside import notes_on_bin
-from ckptkit.formats.folder import HF_INDEX, NAME_MAP, is_index, select, with_notes
+from ckptkit.formats.folder import HF_INDEX, NAME_MAP, file_names, is_index, is_weight, select, with_notes
+from ckptkit.formats.mindformers_folder import refuse_beside_iterations
 from ckptkit.formats.weight_map import WeightMap, apply_map, find_files, read_weight_map
 from ckptkit.types import TensorInfo, TensorSpec
 
@@ -78,6 +79,7 @@ def read_file(file: Path) -> tuple[str, FileIndex]:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
+    refuse_beside_iterations(folder, [name for name in file_names(folder) if is_weight(name)])
     selection = select(folder)
     weights = None if selection.index is None else read_weight_map(selection.index)
     state = _find_state(folder) if weights is None or weights.file.name == HF_INDEX else []
@@ -202,22 +204,31 @@ def lay_out_checkpoint(
     sizes = [spec.num_bytes for spec in specs]
     shards = _shards(specs, sizes, max_shard_bytes)
     if kind == MINDSPORE_SAFETENSORS:
-        named = {f"part{number}.safetensors": shard for number, shard in enumerate(shards)}
+        named: dict[str, Sequence[TensorSpec]] = {
+            f"part{number}.safetensors": shard for number, shard in enumerate(shards)
+        }
         small = {NAME_MAP: _index_text(named, sum(sizes), indent=4).encode()}
         return [safetensors.lay_out(name, shard, {"format": "ms"}) for name, shard in named.items()], small
-    if len(shards) == 1:
-        named, small = {"model.safetensors": shards[0]}, {}
-    else:
-        named = {
-            f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard
-            for number, shard in enumerate(shards, start=1)
-        }
-        small = {HF_INDEX: (_index_text(named, sum(sizes), indent=2) + "\n").encode()}
+    named, small = name_shards(shards, sum(sizes))
     if apart:
         shards = _shards(apart, [spec.num_bytes for spec in apart], max_shard_bytes)
         total = len(shards)
         named |= {f"{STATE}/{_state_file(n, total)}": shard for n, shard in enumerate(shards, start=1)}
     return [safetensors.lay_out(name, shard, {"format": "pt"}) for name, shard in named.items()], small
+
+
+def name_shards(
+    shards: Sequence[Sequence[TensorSpec]], total_size: int
+) -> tuple[dict[str, Sequence[TensorSpec]], dict[str, bytes]]:
+    """Return the shards of HuggingFace weights by file name, and their index by its own, which one shard does without.
+
+    `total_size` is the bytes of all tensors.
+    """
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}, {}
+    total = len(shards)
+    named = {f"model-{number:05d}-of-{total:05d}.safetensors": shard for number, shard in enumerate(shards, start=1)}
+    return named, {HF_INDEX: (_index_text(named, total_size, indent=2) + "\n").encode()}
 
 
 def _shards(specs: Sequence[TensorSpec], sizes: Sequence[int], max_bytes: int) -> list[list[TensorSpec]]:

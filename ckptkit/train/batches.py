@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckptkit.train.corpus import Corpus, Floats
-from ckptkit.train.documents import Ints
+from ckptkit.train.arrays import Floats, Ints
+from ckptkit.train.corpus import Corpus
 from ckptkit.train.order import position_of, rows_of, samples_before, steps_per_epoch
 
 
@@ -71,6 +71,6 @@ class Batches:
             ids_RT[place], targets_RT[place], weights_RT[place] = row.ids_T, row.targets_T, row.weights_T
             positions_RT[place], segments_RT[place] = row.positions_T, row.segments_T
         return StepData(
-            step, position.epoch, position.epoch * rows + position.first, samples,
+            step, position.epoch, self.samples_before(step), samples,
             ids_RT, targets_RT, weights_RT, positions_RT, segments_RT, int(np.count_nonzero(weights_RT)),
         )  # fmt: skip

@@ -17,16 +17,16 @@ from ckptkit.errors import UsageError
 from ckptkit.formats.disk import disk_error, lock, make_folder
 from ckptkit.formats.manifest import read_manifest
 from ckptkit.formats.model_config import read_config
+from ckptkit.train.arrays import Floats
 from ckptkit.train.config_models import TrainConfig
 from ckptkit.train.corpus import Corpus
 from ckptkit.train.maths import changed_maths, maths_of
 from ckptkit.train.state import RunState
-from ckptkit.train.step_files import Floats, SideFiles, model_side_files
+from ckptkit.train.step_files import SideFiles, facts_in, side_files_in
 from ckptkit.train.step_read import StepContent, tensors_in
 from ckptkit.train.step_scan import load_newest
 from ckptkit.types import Shape
 
-Say = Callable[[str], None]
 _LOCK = ".lock"
 _SHOWN = 60
 
@@ -35,7 +35,7 @@ _SHOWN = 60
 class Origin:
     """A model to begin with: its config.json, the files beside it, what manifests say of it, and its weights.
 
-    `folder` is where its tokenizer lies. Nothing but headers has been read until `weights` is called.
+    `folder` is where its tokenizer lies. Of the weights, nothing but headers is read until `weights` is called.
     """
 
     config: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Begun:
 
     config: Mapping[str, Any]
     folder: Path
-    side_files: Mapping[str, bytes]
+    side_files: SideFiles
     facts: Mapping[str, Any]
     content: StepContent | None
     weights: Mapping[str, Floats]
@@ -77,10 +77,10 @@ class Begun:
             return self.content.shapes
         return {name: array.shape for name, array in self.weights.items()}
 
-    def tensors(self, *, moments: bool) -> Iterator[tuple[str, Floats]]:
+    def tensors(self) -> Iterator[tuple[str, Floats]]:
         """Yield weights, then moments, one at a time."""
         if self.content is not None:
-            return tensors_in(self.content, moments=moments)
+            return tensors_in(self.content)
         return iter(self.weights.items())
 
 
@@ -115,23 +115,12 @@ def begin(config: TrainConfig, origin: Callable[[], Origin], *, without_optimize
         model = origin()
         weights = model.weights()
         seconds = {"load": time.perf_counter() - started}
-        side = _in_memory(model.side_files)
-        return Begun(model.config, model.folder, side, model.facts, None, weights, model.notes, seconds)
+        return Begun(model.config, model.folder, model.side_files, model.facts, None, weights, model.notes, seconds)
     folder = found.content.path
     seconds = {"verify": time.perf_counter() - started}
     notes = found.notes
-    side = _in_memory(model_side_files(folder))
-    return Begun(read_config(folder), folder, side, _facts_of(folder), found.content, {}, notes, seconds)
-
-
-def _in_memory(side_files: SideFiles) -> dict[str, bytes]:
-    """Return the files' bytes: the folder that they come from may be pruned while they are written again."""
-    return {name: value if isinstance(value, bytes) else value.read_bytes() for name, value in side_files.items()}
-
-
-def _facts_of(folder: Path) -> dict[str, Any]:
-    manifest = read_manifest(folder) or {}
-    return {key: manifest[key] for key in ("family", "dims", "to") if key in manifest}
+    side, facts = side_files_in(folder), facts_in(read_manifest(folder) or {})
+    return Begun(read_config(folder), folder, side, facts, found.content, {}, notes, seconds)
 
 
 def check_same_run(config: TrainConfig, state: RunState, corpus: Corpus, *, accept_changes: bool) -> list[str]:

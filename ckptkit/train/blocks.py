@@ -45,7 +45,6 @@ class Block:
 
     forward: Function
     backward: Function
-    num_kept: int
 
 
 def make_block(ms: Any, facts: Facts, kind: Kind) -> Block:
@@ -102,7 +101,7 @@ def make_block(ms: Any, facts: Facts, kind: Kind) -> Block:
             out = (*out, gradients[index])
         return out
 
-    return Block(ms.jit(forward), ms.jit(backward), num_kept)
+    return Block(ms.jit(forward), ms.jit(backward))
 
 
 def find(names: Sequence[str], name: str) -> int:

@@ -66,7 +66,7 @@ def build(config: TrainConfig, begun: Begun, *, without_optimizer: bool) -> Buil
     frozen = frozenset(net.names) - net.trained
     return Built(
         trainer, recompute, frozenset(range(facts.layers)), frozen, facts.vocab, versions,
-        (*_notes(begun, versions), *zero, *idle), seconds,
+        (*_notes(config, begun, versions), *zero, *idle), seconds,
     )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def _fill(trainer: Trainer, begun: Begun) -> list[str]:
     """Set weights and moments; return a note about moments of parameters that are not trained any more."""
     known = {*trainer.net.names, *trainer.optimizer.moments}
     idle = 0
-    for name, values in begun.tensors(moments=True):
+    for name, values in begun.tensors():
         if name in known:
             trainer.load({name: values})
         else:
@@ -97,8 +97,14 @@ def _fill(trainer: Trainer, begun: Begun) -> list[str]:
     return [f"{idle} moments are of parameters that are frozen now, and were left out"] if idle else []
 
 
-def _notes(begun: Begun, versions: dict[str, str]) -> list[str]:
-    """Return a note when versions are not those the checkpoint was made with: other kernels, other last bits."""
+def _notes(config: TrainConfig, begun: Begun, versions: dict[str, str]) -> list[str]:
+    """Return what is no error: other versions than the checkpoint's, rows longer than the model is made for."""
+    notes = []
     before: dict[str, Any] = dict(begun.state.versions) if begun.state else {}
     changed = [f"{name} {before[name]} -> {now}" for name, now in versions.items() if before.get(name, now) != now]
-    return [f"made with other versions, so the last bits may differ: {', '.join(changed)}"] if changed else []
+    if changed:
+        notes.append(f"made with other versions, so the last bits may differ: {', '.join(changed)}")
+    length, most = config.data.seq_length, begun.config.get("max_position_embeddings")
+    if type(most) is int and length > most:
+        notes.append(f"`data.seq_length` {length} is more than the model's `max_position_embeddings`, {most}")
+    return notes

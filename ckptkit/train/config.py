@@ -19,27 +19,11 @@ from pydantic import BaseModel, ValidationError
 
 from ckptkit.errors import UsageError
 from ckptkit.train.config_errors import problems_of, refuse, section_of
-from ckptkit.train.config_models import (
-    AdaptiveConfig,
-    CheckpointConfig,
-    DataConfig,
-    EvalConfig,
-    LogConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    RecomputeConfig,
-    ScheduleConfig,
-    TrainConfig,
-    TrainingConfig,
-)
+from ckptkit.train.config_models import ModelConfig, TrainConfig
 from ckptkit.train.config_values import is_path
 from ckptkit.train.config_yaml import parse_value, read_settings
 
-__all__ = [
-    "AdaptiveConfig", "CheckpointConfig", "DataConfig", "EvalConfig", "LogConfig", "ModelConfig", "OptimizerConfig",
-    "PrecisionConfig", "RecomputeConfig", "ScheduleConfig", "TrainConfig", "TrainingConfig", "load_config",
-]  # fmt: skip
+__all__ = ["ModelConfig", "TrainConfig", "load_config"]
 
 
 def load_config(path: Path, sets: Sequence[str] = ()) -> TrainConfig:

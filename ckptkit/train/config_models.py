@@ -180,7 +180,11 @@ class CheckpointConfig(Section):
     keep_best: bool = Field(default=False, description="keep the one with the lowest evaluation loss, too")
     background: bool = Field(default=True, description="write while training goes on")
     save_at_end: bool = Field(default=True, description="save at the last step, whatever `every` says")
-    verify_on_load: bool = Field(default=True, description="check every digest before going on from a checkpoint")
+    verify_on_load: bool = Field(
+        default=True,
+        description="compare every digest before a checkpoint is chosen, so that an older one is taken for one that is "
+        "damaged; off, every tensor is compared all the same when it is loaded, and damage ends the run",
+    )
 
 
 class EvalConfig(Section):

@@ -13,10 +13,8 @@ from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 from ckptkit.errors import UsageError
-from ckptkit.quantities import parse_bytes, parse_numbers
+from ckptkit.quantities import parse_bytes, parse_layers
 from ckptkit.verification.runners.devices import parse_device
-
-_MOST_LAYERS = 100_000  # no model has so many
 
 
 class PathMark:
@@ -76,7 +74,7 @@ def _layers(value: object) -> object:
     if not items:
         return "none"
     try:
-        return parse_numbers(",".join(map(str, items)), _MOST_LAYERS, "layer")
+        return parse_layers(",".join(map(str, items)))
     except ValueError as error:
         raise Fault(f"no selection of layers: {error}", hint) from None
 

@@ -27,16 +27,14 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from ckptkit.errors import UsageError
-from ckptkit.train.documents import DataSettings, Documents, Ints, Longs
+from ckptkit.train.arrays import Floats, Ints, Longs
+from ckptkit.train.documents import DataSettings, Documents
 from ckptkit.train.packing import Pieces, cut_documents, pack_pieces, pad_pieces
 from ckptkit.train.reading import read_documents
 
 _LAYOUT = 1  # to be counted up when the same documents and settings give other rows
-
-Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,11 +91,6 @@ class Corpus:
 
     def __len__(self) -> int:
         return len(self.firsts_R1) - 1
-
-    @property
-    def num_tokens(self) -> int:
-        """The targets of all rows that have a weight."""
-        return self.statistics.targets
 
     def row(self, index: int) -> Row:
         """Return row `index`, in arrays of its own; IndexError outside of 0 to len - 1."""

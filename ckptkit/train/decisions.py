@@ -20,11 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from ckptkit.errors import CorruptError, ResourceError, UsageError
-from ckptkit.formats.disk import fsync_folder
+from ckptkit.errors import CorruptError, UsageError
+from ckptkit.formats.disk import appended, disk_error, fsync_folder, write_all
 from ckptkit.train.adaptive import Act, Decision, Policy, Setting, State, decide, state_from_json
 
 DECISIONS = "decisions.jsonl"
+_WHY = "a run that went on without its decisions could not be repeated"
+_THEN = "then run the same command again: it goes on from the newest checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +74,11 @@ class Adaptive:
         data = {"step": line.step, "peak_bytes": line.peak_bytes, "act": line.act, "state": line.state.to_json()}
         text = (json.dumps(data, separators=(",", ":")) + "\n").encode()
         try:
-            while text:
-                text = text[os.write(self.fd, text) :]
+            write_all(self.fd, text)
             if durable:
                 os.fsync(self.fd)
         except OSError as error:
-            raise _failed(self.path, error) from error
+            raise disk_error(error, self.path, why=_WHY, then=_THEN) from error
 
     def close(self) -> None:
         os.close(self.fd)
@@ -93,18 +94,9 @@ def open_adaptive(run: Path, policy: Policy, state: State | None, step: int, *, 
     path = run / DECISIONS
     if state is None or state.setting not in policy.ladder:
         state = State(policy.ladder[0])
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise _failed(path, error) from error
-    try:
+    with appended(path, why=_WHY, then=_THEN) as fd:
         recorded = _read(path, fd, policy, after=step if forget else None)
         fsync_folder(run)
-    except BaseException as error:
-        os.close(fd)
-        if isinstance(error, OSError):
-            raise _failed(path, error) from error
-        raise
     known = {line.step: line for line in recorded if line.step > step}
     return Adaptive(policy, state, step, path, fd, known)
 
@@ -153,11 +145,3 @@ def _whole(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise TypeError
     return value
-
-
-def _failed(path: Path, error: OSError) -> ResourceError:
-    return ResourceError(
-        f"cannot write `{path}`: {(error.strerror or str(error)).lower()}",
-        why="a run that went on without its decisions could not be repeated",
-        hint="mend the disk, then run the same command again: it goes on from the newest checkpoint",
-    )

@@ -18,16 +18,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckptkit.errors import CkptkitError, CorruptError, UsageError
+from ckptkit.train.arrays import Flags as Flags
+from ckptkit.train.arrays import Ints as Ints
+from ckptkit.train.arrays import Longs as Longs
 
 IGNORED = -100  # the label of a token without loss, as transformers has it
 _LARGEST = 2**31 - 1
-
-Ints = NDArray[np.int32]
-Longs = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 
 class DataSettings(Protocol):

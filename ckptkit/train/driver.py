@@ -7,7 +7,6 @@ no line of an update that a checkpoint has. What does not live here: where a run
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import threading
 import time
@@ -22,14 +21,15 @@ from typing import Any
 from ckptkit.errors import UsageError
 from ckptkit.report import human_bytes
 from ckptkit.train.adaptive import Policy, ladder, state_from_json
+from ckptkit.train.arrays import Floats
 from ckptkit.train.batches import Batches, StepData
 from ckptkit.train.begin import Begun, Origin, begin, check_same_run, held
 from ckptkit.train.build import Built, build
 from ckptkit.train.config_models import TrainConfig
 from ckptkit.train.corpus import Corpus, first_rows, open_corpus
 from ckptkit.train.decisions import Adaptive, open_adaptive
-from ckptkit.train.evaluate import Evaluation, evaluate
-from ckptkit.train.log import EvalLine, Log, StepLine, open_log
+from ckptkit.train.evaluate import evaluate
+from ckptkit.train.log import Evaluation, Log, StepLine, open_log
 from ckptkit.train.maths import config_hash, maths_of
 from ckptkit.train.memory import Meter, default_limit, open_meter
 from ckptkit.train.order import position_of
@@ -39,7 +39,6 @@ from ckptkit.train.saver import Saver
 from ckptkit.train.schedule import lr_at
 from ckptkit.train.state import RunState
 from ckptkit.train.step import StepResult
-from ckptkit.train.step_files import MOMENTS, Floats
 from ckptkit.train.step_write import Snapshot, Written, write_step
 
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
@@ -222,8 +221,7 @@ class _Run:
             micro_batch=self._setting()[0], most=self.config.eval.batches,
         )  # fmt: skip
         self.out.evaluation = found
-        line = EvalLine(step=self.out.step, **dataclasses.asdict(found))
-        self.log.eval(line)
+        self.log.eval(self.out.step, found)
         if self.out.best is None or found.loss < self.out.best["loss"]:
             self.out.best = {"step": self.out.step, "loss": found.loss}
 
@@ -242,9 +240,7 @@ class _Run:
     def _save(self) -> None:
         """Hand what the run is now to the writer: copies, so that the next update alters nothing of it."""
         started = time.perf_counter()
-        tensors = self.built.trainer.state()
-        moments = {name: array for name, array in tensors.items() if name.startswith(MOMENTS)}
-        weights = {name: array for name, array in tensors.items() if name not in moments}
+        weights, moments = self.built.trainer.snapshot()
         self.saver.save(Snapshot(self._state(), weights, moments, self.built.frozen))
         self.stall += time.perf_counter() - started
         self.saved = self.out.step
@@ -271,7 +267,7 @@ class _Run:
             sample_counter=self.batches.samples_before(step), rows=rows, batch_size=training.batch_size,
             micro_step=self.micro_step, slots=training.batch_size // training.micro_batch,
             config_hash=config_hash(self.maths), corpus_fingerprint=self.corpus.fingerprint,
-            scaler=trainer.scaler_state(), adaptive=self.adaptive.state.to_json() if self.adaptive else None,
+            scaler=trainer.scaler.state(), adaptive=self.adaptive.state.to_json() if self.adaptive else None,
             seeds={"data": self.config.data.seed, "dropout": training.seed},
             versions=self.built.versions, maths=self.maths, best=self.out.best, loss=self.out.loss,
         )  # fmt: skip

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
 
 from ckptkit.train.batches import Batches
 from ckptkit.train.corpus import Corpus
-from ckptkit.train.log import perplexity
+from ckptkit.train.log import Evaluation
 from ckptkit.train.step import Trainer
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """`loss` is the mean over all `tokens` that count, `perplexity` e to it; `seconds` is the time that it took."""
-
-    loss: float
-    perplexity: float
-    tokens: int
-    seconds: float
 
 
 def evaluate(trainer: Trainer, corpus: Corpus, *, batch_size: int, micro_batch: int, most: int | None) -> Evaluation:
@@ -34,4 +24,13 @@ def evaluate(trainer: Trainer, corpus: Corpus, *, batch_size: int, micro_batch: 
         loss, number = trainer.evaluate(batches.at(step), micro_batch=micro_batch)
         total, tokens = total + loss, tokens + number
     mean = total / tokens
-    return Evaluation(mean, perplexity(mean), tokens, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return Evaluation(loss=mean, perplexity=perplexity(mean), tokens=tokens, seconds=seconds)
+
+
+def perplexity(loss: float) -> float:
+    """Return e to the loss; infinity where that is more than a float holds."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

@@ -64,7 +64,7 @@ def make_experts(ms: Any, pieces: Pieces, facts: Facts, names: Sequence[str]) ->
     choose, choose_back = _router(ms, facts)
     count, router = facts.experts, names.index("mlp.gate.weight")
     first, times, wide, high, float32 = router + 1, ms.ops.MatMul(), facts.hidden, facts.moe_ffn, ms.float32
-    ones, plain, transposed = ms.ops.Ones(), ms.ops.MatMul(), ms.ops.MatMul(transpose_a=True)
+    ones, join, transposed = ms.ops.Ones(), ms.ops.Concat(1), ms.ops.MatMul(transpose_a=True)
     second = ms.ops.MatMul(transpose_b=True)
 
     def spread(column_N1: Tensor, width: int) -> Tensor:
@@ -101,11 +101,10 @@ def make_experts(ms: Any, pieces: Pieces, facts: Facts, names: Sequence[str]) ->
             by_up_NH, dup = linear_back(x_NH, parameters[at + 1], dup_NF)
             dx_NH = dx_NH + by_gate_NH + by_up_NH
             gradients = (*gradients, dgate, dup, ddown)
-        dlogits_NE = choose_back(ms_join(dweights), p_NE, chosen_NE, weights_NE, sums_N1)
+        dlogits_NE = choose_back(join(dweights), p_NE, chosen_NE, weights_NE, sums_N1)
         drouter = transposed(dlogits_NE, x_NH)
-        return dx_NH + plain(dlogits_NE, parameters[router]), (drouter, *gradients)
+        return dx_NH + times(dlogits_NE, parameters[router]), (drouter, *gradients)
 
-    ms_join = ms.ops.Concat(1)
     return experts, experts_back, 4
 
 

@@ -2,14 +2,13 @@
 
 Every step has a line in the file; `log.every` is how often the table and TensorBoard get one. Steps are counts of
 updates done: the first line is step 1. Lines of a file have a `kind`: `step` (the keys of `StepLine`), `eval` (those of
-`EvalLine`, its step as `after_step`) and `note` (a text that was printed, too). What does not live here: how lines are
+`Evaluation`, and `after_step`) and `note` (a text that was printed, too). What does not live here: how lines are
 stored (`log_file.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import sys
 from dataclasses import dataclass
@@ -56,10 +55,10 @@ class StepLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalLine:
-    """One evaluation, after `step` updates: the mean loss over `tokens` of the held-out set, exp of it, seconds."""
+class Evaluation:
+    """`loss` is the mean over all `tokens` that count of a held-out set, `perplexity` e to it; `seconds` is what it
+    took."""
 
-    step: int
     loss: float
     perplexity: float
     tokens: int
@@ -106,16 +105,14 @@ class Log:
             shown = {f"train/{key}": data[key] for key in _SHOWN_IN_TENSORBOARD if data[key] is not None}
             self.events.add(line.step, shown)
 
-    def eval(self, line: EvalLine) -> None:
-        """Write an evaluation down; it is printed, whatever `log.every` says."""
-        data = dataclasses.asdict(line)
-        data = {"kind": "eval", AFTER: data.pop("step"), **data}
-        add_line(self.path, self.fd, data)
+    def eval(self, step: int, found: Evaluation) -> None:
+        """Write down what an evaluation after `step` updates found; it is printed, whatever `log.every` says."""
+        add_line(self.path, self.fd, {"kind": "eval", AFTER: step, **dataclasses.asdict(found)})
         if self.settings.console:
-            figures = f"loss {line.loss:.4f}, perplexity {line.perplexity:.4g}"
-            self.table.say(f"eval after step {line.step}: {figures} over {line.tokens} tokens, {line.seconds:.2f}s")
+            figures = f"loss {found.loss:.4f}, perplexity {found.perplexity:.4g}"
+            self.table.say(f"eval after step {step}: {figures} over {found.tokens} tokens, {found.seconds:.2f}s")
         if self.events is not None:
-            self.events.add(line.step, {"eval/loss": line.loss, "eval/perplexity": line.perplexity})
+            self.events.add(step, {"eval/loss": found.loss, "eval/perplexity": found.perplexity})
 
     def note(self, text: str, **data: Any) -> None:
         """Print a text and write it down, with `data` (plain values) beside it; also with `log.console` off."""
@@ -137,11 +134,3 @@ def open_log(settings: LogSettings, run: Path, start: int, stream: TextIO | None
     fd = open_lines(path)
     events = None if settings.tensorboard is None else open_events(settings.tensorboard, start + 1)
     return Log(settings, path, fd, open_table(stream or sys.stderr), events)
-
-
-def perplexity(loss: float) -> float:
-    """Return e to the loss; infinity where that is more than a float holds."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf

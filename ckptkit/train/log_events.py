@@ -19,11 +19,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit.errors import ResourceError
+from ckptkit.formats.disk import disk_error, write_all
 from ckptkit.formats.protobuf import sized, varint
 
 _POLYNOMIAL = 0x82F63B78  # Castagnoli, bits reversed
 _MASK_DELTA = 0xA282EAD8
+_THEN = "or leave `log.tensorboard` out"
 _VERSION = b"brain.Event:2"
 
 
@@ -53,10 +54,9 @@ class Events:
         length = struct.pack("<Q", len(event))
         record = length + self._crc(length) + event + self._crc(event)
         try:
-            while record:
-                record = record[os.write(self.fd, record) :]
+            write_all(self.fd, record)
         except OSError as error:
-            raise _failed(self.path, error) from error
+            raise disk_error(error, self.path, why="", then=_THEN) from error
 
     def _crc(self, data: bytes) -> bytes:
         return struct.pack("<I", masked(crc32c(data, self.table)))
@@ -71,7 +71,7 @@ def open_events(folder: Path, step: int) -> Events:
         folder.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise _failed(path, error) from error
+        raise disk_error(error, path, why="", then=_THEN) from error
     events = Events(path, fd, crc_table())
     events.begin(step)
     return events
@@ -111,10 +111,3 @@ def _fitting(value: float) -> float:
     except OverflowError:
         return float("inf") if value > 0 else float("-inf")
     return value
-
-
-def _failed(path: Path, error: OSError) -> ResourceError:
-    return ResourceError(
-        f"cannot write `{path}`: {(error.strerror or str(error)).lower()}",
-        hint="mend the disk, or leave `log.tensorboard` out",
-    )

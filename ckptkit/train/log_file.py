@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CorruptError, ResourceError, UsageError
+from ckptkit.errors import CorruptError, UsageError
+from ckptkit.formats.disk import appended, disk_error, write_all
 
 LOG = "log.jsonl"
 AFTER = "after_step"  # of what is no update: lines with `step` are those of updates, one each
 _BLOCK = 1 << 16
+_WHY = "a run without its log could not be compared with another one"
+_THEN = "or choose another `log.file`; the same command goes on from the newest checkpoint"
 Line = Mapping[str, Any]
 
 
@@ -40,20 +43,14 @@ def open_lines(path: Path) -> int:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise write_failed(path, error) from error
-    try:
+        raise disk_error(error, path, why=_WHY, then=_THEN) from error
+    with appended(path, why=_WHY, then=_THEN) as fd:
         if os.pread(fd, 1, 0) not in (b"", b"{", b"\0"):
             raise UsageError(
                 f"`{path}` is no log of a run: lines are not added to it", hint="choose another `log.file`"
             )
         _cut_torn_line(fd)
-    except BaseException as error:
-        os.close(fd)
-        if isinstance(error, OSError):
-            raise write_failed(path, error) from error
-        raise
     return fd
 
 
@@ -61,10 +58,9 @@ def add_line(path: Path, fd: int, line: Line) -> None:
     """Add one line; it is the kernel's when this returns, so that a kill of the process cannot take it back."""
     data = (json.dumps(_strict(line), allow_nan=False, separators=(", ", ": ")) + "\n").encode()
     try:
-        while data:
-            data = data[os.write(fd, data) :]
+        write_all(fd, data)
     except OSError as error:
-        raise write_failed(path, error) from error
+        raise disk_error(error, path, why=_WHY, then=_THEN) from error
 
 
 def read_log(path: Path) -> RunLog:
@@ -128,12 +124,3 @@ def _cut_torn_line(fd: int) -> None:
         end = start
     if end < size:
         os.ftruncate(fd, end)
-
-
-def write_failed(path: Path, error: OSError) -> ResourceError:
-    """Return the error of a log that cannot be written."""
-    return ResourceError(
-        f"cannot write `{path}`: {(error.strerror or str(error)).lower()}",
-        why="a run without its log could not be compared with another one",
-        hint="mend the disk, or choose another `log.file`; the same command goes on from the newest checkpoint",
-    )

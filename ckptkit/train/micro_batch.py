@@ -14,15 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ckptkit.train.arrays import Floats, Ints
 from ckptkit.train.pieces import Tensor
 
 if TYPE_CHECKING:
     from ckptkit.train.net import TrainNet
-
-Floats = NDArray[np.float32]
-Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,8 +14,6 @@ What does not live here: rows (`packing.py`, `corpus.py`). MindSpore is imported
 
 from __future__ import annotations
 
-import importlib
-import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -27,8 +25,9 @@ import xxhash
 
 from ckptkit.errors import CorruptError, ResourceError, UsageError
 from ckptkit.formats import files
-from ckptkit.formats.disk import fsync_folder
+from ckptkit.formats.disk import disk_error, fsync_file, fsync_folder
 from ckptkit.train.documents import Documents, DocumentsBuilder, Flags, Ints, Longs, ids_document
+from ckptkit.verification.runners.frameworks import framework
 
 if TYPE_CHECKING:
     from ckptkit.train.corpus import Corpus
@@ -63,18 +62,13 @@ def write_mindrecord(corpus: Corpus, path: Path) -> None:
             part = Path(folder) / path.name
             _write(writer_of, corpus.documents, part)
             for file in (_index_of(part), part):
-                _fsync(file)
+                fsync_file(file)
                 file.replace(path.with_name(file.name))
             fsync_folder(path.parent)
     except OSError as error:
-        raise ResourceError(f"cannot write `{path}`: {error.strerror}", hint="check the folder and the disk") from error
+        raise disk_error(error, path, why="", then="then write it again") from error
     except RuntimeError as error:
         raise ResourceError(f"cannot write `{path}`: {_reason(error)}", hint="check the folder and the disk") from error
-
-
-def _fsync(file: Path) -> None:
-    with files.opened(file) as descriptor:
-        os.fsync(descriptor)
 
 
 def _write(writer_of: Any, documents: Documents, path: Path) -> None:
@@ -161,11 +155,4 @@ def _reason(error: Exception) -> str:
 
 
 def _mindspore(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UsageError(
-            "MindRecord files need the package `mindspore`, and it cannot be imported",
-            why=str(error).partition("\n")[0],
-            hint='`pip install "ckptkit-mindspore[train]"`, or give the corpus as JSONL',
-        ) from error
+    return framework(name, extra="train", asked_by="a MindRecord file", instead="give the corpus as JSONL")

@@ -17,19 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.errors import UsageError
+from ckptkit.train.arrays import Floats
 from ckptkit.train.blocks import Block, Kind, make_block
 from ckptkit.train.dropout import ATTENTION, MLP, keeps, rounded_share
 from ckptkit.train.loss import Ends, chunk_bounds, make_ends
-from ckptkit.train.micro_batch import Floats, Pass, Slot
+from ckptkit.train.micro_batch import Pass, Slot
 from ckptkit.train.pieces import Tensor
 from ckptkit.train.tables import Tables
-from ckptkit.verification.runners.devices import parse_device
 from ckptkit.verification.runners.dialects import find_dialect, parameter_shapes
 from ckptkit.verification.runners.facts import Facts
+from ckptkit.verification.runners.mindspore_exact import be_exact, mindspore_device
 
 Gradients = dict[str, Tensor]
 _NARROW = {"fp32": "", "fp16": "float16", "bf16": "bfloat16"}
-_TARGETS = {"cpu": "CPU", "cuda": "GPU", "ascend": "Ascend"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,29 +40,15 @@ class _Layer:
     window: int | None
 
 
-def prepare(mindspore: Any, device: str, threads: int | None = None) -> dict[str, Any]:
-    """Choose the device, as the command line calls it, before the first tensor is made; return what was set.
+def prepare(mindspore: Any, device: str, threads: int | None = None) -> None:
+    """Choose the device, as the command line calls it, before the first tensor is made; arithmetic is exact from then.
 
-    `threads` are those of the CPU's kernels. Operators outside of graphs are launched one by one: their pipeline costs
-    more than it gains where graphs do the work. UsageError for a device that is not there.
+    `threads` are those of the CPU's kernels. UsageError for a device that is not there.
     """
-    kind, index = parse_device(device, option="training.device")
-    target = _TARGETS[kind]
-    mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
-    try:
-        mindspore.set_device(target, index)
-    except (RuntimeError, ValueError) as error:
-        raise UsageError(
-            f"MindSpore {mindspore.__version__} finds no device `{device}` on this machine",
-            why=str(error).strip().partition("\n")[0],
-            hint="`training.device: cpu` runs everywhere",
-        ) from error
+    target, index = mindspore_device(device, option="training.device")
+    be_exact(mindspore, target, index)
     if threads is not None and target == "CPU":
         mindspore.device_context.cpu.op_tuning.threads_num(threads)
-    mindspore.runtime.launch_blocking()
-    if mindspore.get_context("deterministic") != "ON":  # it may be set once a process
-        mindspore.set_deterministic(True)
-    return {"device": target, "index": index, "threads": threads, "mode": "jit"}
 
 
 class TrainNet:
@@ -150,23 +136,25 @@ class TrainNet:
 
     def loss(self, slot: Slot) -> np.float32:
         """Return the sum of weighted cross entropies, without dropout."""
-        forward = Pass(self, slot, dropping=False)
-        x = forward.embed()
-        for index in range(len(self._layers)):
-            x = forward.layer(index, x)[0]
-        _, *chunks = self._ends.norm(x, self.parameters[self.dialect.norm])
+        chunks = self._chunks(slot)
         pieces = zip(chunks, *self._cut(slot.targets_RT, slot.weights_RT), strict=True)
         return _total([self._ends.chunk_loss(y, self.parameters[self.head], *piece) for y, *piece in pieces])
 
     def logits(self, slot: Slot) -> Floats:
         """Return the logits of all tokens, (N, V), without dropout: for tests, all of them exist at once."""
+        chunks = self._chunks(slot)
+        head = self.mindspore.ops.MatMul(transpose_b=True)
+        return np.concatenate([head(y, self.parameters[self.head]).asnumpy() for y in chunks])
+
+    def _chunks(self, slot: Slot) -> list[Tensor]:
+        """Return what the final norm gives, (N, H), in chunks of tokens, without dropout."""
         forward = Pass(self, slot, dropping=False)
         x = forward.embed()
         for index in range(len(self._layers)):
             x = forward.layer(index, x)[0]
+        chunks: list[Tensor]
         _, *chunks = self._ends.norm(x, self.parameters[self.dialect.norm])
-        head = self.mindspore.ops.MatMul(transpose_b=True)
-        return np.concatenate([head(y, self.parameters[self.head]).asnumpy() for y in chunks])
+        return chunks
 
     def values(self, slot: Slot) -> Iterator[tuple[str, Floats]]:
         """Yield what each part of the forward pass gives, with its name, in order; dropout as in training."""

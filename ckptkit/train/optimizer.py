@@ -19,11 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.errors import UsageError
-from ckptkit.train.micro_batch import Floats
+from ckptkit.train.arrays import Floats
 from ckptkit.train.net import Gradients, TrainNet
 from ckptkit.train.pieces import Function, Tensor
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from ckptkit.train.step_files import MOMENTS
 
 
 class AdamWSettings(Protocol):
@@ -60,8 +59,8 @@ def trained_names(names: Sequence[str], freeze: Sequence[str]) -> tuple[str, ...
     return trained
 
 
-def decays(name: str, shape: Sequence[int]) -> bool:
-    """Say whether weight decay holds for a parameter: for matrices, not for norms and biases."""
+def decays(shape: Sequence[int]) -> bool:
+    """Say whether weight decay holds for a parameter of that shape: for matrices, not for norms and biases."""
     return len(shape) > 1
 
 
@@ -75,14 +74,14 @@ class AdamW:
         for name in self.moment_names():
             self.moments[name] = ms.Tensor(np.zeros(net.shapes[name.partition(".")[2]], np.float32))
         self._squares = ms.jit(_make_squares(ms))
-        does_decay = tuple(decays(name, net.shapes[name]) for name in self.names)
+        does_decay = tuple(decays(net.shapes[name]) for name in self.names)
         self._update = ms.jit(_make_update(ms, does_decay, settings.beta1, settings.beta2))
 
     def moment_names(self) -> Iterator[str]:
         """Yield the names of all moments."""
         for moment in MOMENTS:
             for name in self.names:
-                yield f"{moment}.{name}"
+                yield f"{moment}{name}"
 
     def squares(self, gradients: Mapping[str, Tensor]) -> NDArray[np.float64]:
         """Return each gradient's sum of squares, in the order of `names`; a gradient that is not finite gives such."""
@@ -104,7 +103,7 @@ class AdamW:
         decay = settings.weight_decay * lr / rate if rate else 0.0
         numbers = (rate, settings.eps * root, decay, factor)
         scalars = [self._net.mindspore.Tensor(np.float32(number)) for number in numbers]
-        moments = [[self.moments[f"{moment}.{name}"] for name in self.names] for moment in MOMENTS]
+        moments = [[self.moments[f"{moment}{name}"] for name in self.names] for moment in MOMENTS]
         parameters = [self._net.parameters[name] for name in self.names]
         self._update(*scalars, *parameters, *moments[0], *moments[1], *(gradients[name] for name in self.names))
 

@@ -51,13 +51,6 @@ def samples_before(step: int, rows: int, batch: int) -> int:
     return position.epoch * rows + position.first
 
 
-def row_at(seed: int, epoch: int, index: int, rows: int) -> int:
-    """Return the row that is at `index` of an epoch's order, a bijection of range(rows); IndexError outside of it."""
-    if not 0 <= index < rows:
-        raise IndexError(f"index {index} is not in 0..{rows - 1}")
-    return _walk(_round_keys(seed, epoch), index, rows)
-
-
 def rows_of(position: Position, rows: int, *, seed: int, shuffle: bool) -> tuple[int, ...]:
     """Return the rows that a step reads, in its order; without `shuffle`, that of the file, in every epoch."""
     indices = range(position.first, position.first + position.count)

@@ -24,7 +24,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from ckptkit.train.documents import Documents, Flags, Ints, Longs
+from ckptkit.train.arrays import Flags, Ints, Longs
+from ckptkit.train.documents import Documents
 
 
 @dataclass(frozen=True, slots=True, eq=False)

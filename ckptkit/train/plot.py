@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import ResourceError, UsageError
+from ckptkit.errors import UsageError
+from ckptkit.formats.disk import disk_error
 from ckptkit.train.log_file import LOG, Line, RunLog, read_log
+from ckptkit.verification.runners.frameworks import framework
 
 _DOTS_PER_INCH = 100
 _INCHES = (11.0, 7.0)
@@ -54,10 +56,7 @@ def plot_run(run: Path, out: Path) -> None:
         partial.replace(out)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        reason = (error.strerror or str(error)).lower()
-        raise ResourceError(
-            f"cannot write `{out}`: {reason}", hint="choose a file in a folder where you may write"
-        ) from error
+        raise disk_error(error, out, why="", then="or choose a file in another folder") from error
 
 
 def panels(log: RunLog) -> tuple[Panel, ...]:
@@ -97,11 +96,7 @@ def _curve(label: str, lines: Mapping[int, Line], key: str, factor: float = 1.0)
 
 
 def _matplotlib() -> tuple[Any, Any]:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError(
-            "a plot needs matplotlib, which is not installed", hint="`pip install 'ckptkit-mindspore[train]'`"
-        ) from None
-    return Figure, FigureCanvasAgg
+    backend, figure = (
+        framework(f"matplotlib.{name}", extra="train", asked_by="a plot") for name in ("backends.backend_agg", "figure")
+    )
+    return figure.Figure, backend.FigureCanvasAgg

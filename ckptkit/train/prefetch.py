@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Protocol
 
 from ckptkit.train.batches import StepData
+from ckptkit.train.processors import stay_clear
 
 _PATIENCE = 5.0  # seconds that `close` waits for a batch that is being made
 
@@ -71,6 +72,7 @@ class Prefetch:
         self.close()
 
     def _run(self, step: int) -> None:
+        stay_clear()
         try:
             while self._has_room():
                 data = self._batches.at(step)

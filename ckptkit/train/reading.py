@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckptkit.errors import UsageError
+from ckptkit.formats.json_lines import Oddities, no_lines
 from ckptkit.train import jsonl
 from ckptkit.train.documents import DataSettings, Documents, DocumentsBuilder, ids_document
 from ckptkit.train.mindrecord import SUFFIX, read_mindrecord
@@ -34,7 +35,7 @@ def read_documents(
 def _read_jsonl(
     data: DataSettings, file: Path, option: str, model_folder: Path, vocab: int
 ) -> tuple[Documents, list[str]]:
-    oddities, builder = jsonl.Oddities(), DocumentsBuilder(file, "line", vocab)
+    oddities, builder = Oddities(), DocumentsBuilder(file, "line", vocab)
     kind: str | None = None
     tokenizer: TextTokenizer | None = None
     joined = 0
@@ -47,7 +48,7 @@ def _read_jsonl(
         tokenizer = tokenizer or open_tokenizer(data, model_folder)
         joined += _add_text(builder, file, line, kind, data, tokenizer)
     if kind is None:
-        raise UsageError(f"`{file}` has no lines", hint='write one such as `{"text": "A sentence."}`')
+        raise no_lines(file)
     return builder.finish(), oddities.notes(file) + _notes(tokenizer, joined)
 
 

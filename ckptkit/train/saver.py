@@ -9,10 +9,10 @@ flight has. What does not live here: how a checkpoint is written (`step_write.py
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
 
+from ckptkit.train.processors import stay_clear
 from ckptkit.train.step_write import Snapshot
 
 
@@ -27,52 +27,24 @@ class Saver:
         self._background = background
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._stall_seconds = 0.0
-        self._busy_seconds = 0.0
 
     def save(self, snapshot: Snapshot) -> None:
         """Begin to write `snapshot`, whose arrays nobody may change from now on.
 
         It waits for the save before; raises the error of that one, if it had one, and begins nothing then.
         """
-        begin = time.perf_counter()
-        try:
-            self._wait()
-            if self._background:
-                self._thread = threading.Thread(target=self._write, args=(snapshot,), name="ckptkit-save")
-                self._thread.start()
-            else:
-                self._write(snapshot)
-                self._raise()
-        finally:
-            self._stall_seconds += time.perf_counter() - begin
+        self.finish()
+        if self._background:
+            self._thread = threading.Thread(target=self._write_beside, args=(snapshot,), name="ckptkit-save")
+            self._thread.start()
+        else:
+            self._write(snapshot)
+            self._raise()
 
     def finish(self) -> None:
-        """Wait until nothing is in flight; raises the error of the save that was. The wait counts as stall."""
-        begin = time.perf_counter()
-        try:
-            self._wait()
-        finally:
-            self._stall_seconds += time.perf_counter() - begin
-
-    def take_stall(self) -> float:
-        """Return the seconds that callers waited here since this was asked last."""
-        seconds, self._stall_seconds = self._stall_seconds, 0.0
-        return seconds
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a save is in flight: what runs now shares the machine with it."""
-        return self._thread is not None and self._thread.is_alive()
-
-    @property
-    def write_seconds(self) -> float:
-        """The seconds that finished saves took, from their begin to the disk."""
-        return self._busy_seconds
-
-    def close(self) -> None:
-        """The same as `finish`."""
-        self.finish()
+        """Wait until nothing is in flight; raises the error of the save that was."""
+        self._join()
+        self._raise()
 
     def __enter__(self) -> Saver:
         return self
@@ -94,17 +66,15 @@ class Saver:
             thread.join()
         self._thread = None
 
-    def _wait(self) -> None:
-        self._join()
-        self._raise()
+    def _write_beside(self, snapshot: Snapshot) -> None:
+        stay_clear()
+        self._write(snapshot)
 
     def _write(self, snapshot: Snapshot) -> None:
-        begin = time.perf_counter()
         try:
             self._call(snapshot)
         except BaseException as error:  # noqa: BLE001 -- raised in the thread that asked for the save
             self._error = error
-        self._busy_seconds += time.perf_counter() - begin
 
     def _raise(self) -> None:
         error, self._error = self._error, None

@@ -49,8 +49,3 @@ def lr_at(schedule: Schedule, base_lr: float, step: int) -> float:
     fallen = progress if schedule.kind == "linear" else (1.0 - math.cos(math.pi * progress)) / 2.0
     # rounding may end an ulp below the lowest rate
     return max(schedule.min_lr, base_lr - (base_lr - schedule.min_lr) * fallen)
-
-
-def is_finished(schedule: Schedule, step: int) -> bool:
-    """Has the schedule no update left after `step` updates? More of them would train at its lowest rate for ever."""
-    return step >= schedule.total_steps

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.formats.disk import disk_error, make_folder
+from ckptkit.formats.disk import folder_beside
+from ckptkit.memory import allowed_bytes
 from ckptkit.report import human_bytes
 from ckptkit.train.begin import Origin
 from ckptkit.train.config_models import TrainConfig
 from ckptkit.train.driver import Choices, Outcome, train
 from ckptkit.train.log_file import LOG, read_log
-from ckptkit.train.memory import allowed_bytes
 from ckptkit.train.step_bytes import digest_of
 from ckptkit.train.step_files import Floats
 from ckptkit.train.step_read import tensors_in
@@ -96,12 +95,8 @@ class Smoke:
 def try_out(config: TrainConfig, origin: Callable[[], Origin], say: Callable[[str], None]) -> Smoke:
     """Run the trial and return what it found; the folder of the run is not touched."""
     run = config.checkpoint.folder
-    try:
-        make_folder(run.parent)
-        folder = Path(tempfile.mkdtemp(prefix=f".{run.name}.", suffix=".smoke", dir=run.parent))
-    except OSError as error:
-        raise disk_error(error, run) from error
-    try:
+    then = "or choose another `checkpoint.folder`"
+    with folder_beside(run, ".smoke", why="a trial has a folder beside that of its run", then=then) as folder:
         smaller = _smaller(config, folder)
         kept: dict[str, str] = {}
 
@@ -110,8 +105,6 @@ def try_out(config: TrainConfig, origin: Callable[[], Origin], say: Callable[[st
 
         out = train(smaller, origin, Choices(share=SHARE), say, at_end=keep)
         return _found(config, smaller, out, folder, kept)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _smaller(config: TrainConfig, folder: Path) -> TrainConfig:

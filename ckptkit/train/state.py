@@ -29,10 +29,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from ckptkit.errors import CorruptError, InternalError, UsageError
 from ckptkit.formats.files import read_error
+from ckptkit.formats.seal import is_sealed, sealed
 from ckptkit.train.order import position_of, samples_before
 
 STATE_FILE = "state.json"
@@ -74,8 +73,7 @@ def dump_state(state: RunState) -> bytes:
     content = {"schema": SCHEMA} | {f.name: getattr(state, f.name) for f in fields(RunState)}
     if faults := [*_odd_types(content), *_contradictions(content)]:
         raise InternalError("the state of the run contradicts itself", items=faults)
-    body = json.dumps(content, indent=1, allow_nan=False).removesuffix("\n}").encode()
-    return body + _seal(body)
+    return sealed(json.dumps(content, indent=1, allow_nan=False).removesuffix("\n}").encode())
 
 
 def read_state(folder: Path) -> RunState:
@@ -102,8 +100,7 @@ def parse_state(data: bytes, path: Path) -> RunState:
         raise CorruptError(f"`{path}` is not valid JSON", why=str(error), hint=_REMEDY) from None
     if not isinstance(content, dict):
         raise CorruptError(f"`{path}` is not the state of a run", hint=_REMEDY)
-    body = data[: data.rfind(b',\n "seal": ')]
-    if data != body + _seal(body):
+    if not is_sealed(data):
         raise CorruptError(f"`{path}` is not as it was written: its seal does not fit", hint=_REMEDY)
     if content.get("schema") != SCHEMA:
         raise UsageError(
@@ -116,10 +113,6 @@ def parse_state(data: bytes, path: Path) -> RunState:
     if faults := odd or [*_odd_types(content), *_contradictions(content)]:
         raise CorruptError(f"`{path}` contradicts itself", items=faults, hint=_REMEDY)
     return RunState(**{name: content[name] for name in known})
-
-
-def _seal(body: bytes) -> bytes:
-    return f',\n "seal": "{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode()
 
 
 def _odd_types(content: Mapping[str, Any]) -> Iterator[str]:

@@ -18,10 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.errors import DivergedError, UsageError
+from ckptkit.train.arrays import Floats
 from ckptkit.train.batches import StepData
-from ckptkit.train.micro_batch import Floats, Slot
+from ckptkit.train.micro_batch import Slot
 from ckptkit.train.net import Gradients, TrainNet
 from ckptkit.train.optimizer import AdamW, AdamWSettings, trained_names
+from ckptkit.train.processors import place_threads
 from ckptkit.train.scaler import Scaler
 
 
@@ -69,6 +71,8 @@ class Trainer:
         factor = self.optimizer.clip_factor(norm) / scale
         self.optimizer.update(gradients, lr=lr, count=data.step + 1, factor=factor)
         self.scaler.good()
+        if self.net.mindspore.get_context("device_target") == "CPU":
+            place_threads()
         return StepResult(float(loss), norm, scale, overflows, data.tokens)
 
     def evaluate(self, data: StepData, micro_batch: int) -> tuple[float, int]:
@@ -94,9 +98,6 @@ class Trainer:
                 self.optimizer.put(name, values)
             else:
                 self.net.put(name, values)
-
-    def scaler_state(self) -> dict[str, float | int]:
-        return self.scaler.state()
 
     def _accumulate(
         self, data: StepData, scale: float, micro_batch: int, recompute: frozenset[int]

@@ -1,7 +1,6 @@
 """Arrays to the bytes of a file and back, hashed on the way: one after another, in blocks, with no copy.
 
-Writing and hashing let other threads run. Files are opened by `open`, which testers of crashes know how to hook. What
-does not live here: which tensor goes where (`step_files.py`).
+Writing and hashing let other threads run. What does not live here: which tensor goes where (`step_files.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ import xxhash
 
 from ckptkit.formats.base import OutputFile
 from ckptkit.formats.disk import disk_error
-from ckptkit.train.step_files import Floats, Tensors
+from ckptkit.train.arrays import Floats
+from ckptkit.train.step_files import Tensors
 
 _BLOCK_BYTES = 1 << 20
 

@@ -21,21 +21,21 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from ckptkit import __version__
 from ckptkit.errors import InternalError
 from ckptkit.formats.base import OutputFile
+from ckptkit.formats.files import read_error
 from ckptkit.formats.folder import HF_INDEX
 from ckptkit.formats.manifest import MANIFEST, SCHEMA, dump_manifest, header_digest, tensor_rows
-from ckptkit.formats.model_config import CONFIG, read_config, side_files
-from ckptkit.formats.registry import HF, STATE, lay_out_checkpoint
+from ckptkit.formats.model_config import side_files
+from ckptkit.formats.registry import HF, STATE, lay_out_checkpoint, name_shards
+from ckptkit.train.arrays import Floats as Floats
 from ckptkit.train.state import STATE_FILE
 from ckptkit.types import TensorSpec
 
-Floats = NDArray[np.float32]
 Tensors = Mapping[str, Floats]
-SideFiles = Mapping[str, Path | bytes]  # by name: a file to be copied, or what it shall hold
+SideFiles = Mapping[str, bytes]  # what they hold, by name
 
 MOMENTS = ("exp_avg.", "exp_avg_sq.")
 SHARD_BYTES = 5 * 10**9
@@ -69,14 +69,11 @@ def lay_out_step(
     state = [_spec(name, array) for name, array in moments.items()]
     files = [*_lay_out(trained, state, max_shard_bytes), *_lay_out(fixed, [], max_shard_bytes, frozen=True)]
     numbers = [number for number, file in enumerate(files) if not file.layout.name.startswith(f"{STATE}/")]
-    if len(numbers) == 1:
-        return files, {}
-    for count, number in enumerate(numbers, start=1):
-        name = f"model-{count:05d}-of-{len(numbers):05d}.safetensors"
+    total_size = sum(array.nbytes for array in weights.values())
+    named, index = name_shards([files[number].specs for number in numbers], total_size)
+    for number, name in zip(numbers, named, strict=True):
         files[number] = replace(files[number], layout=replace(files[number].layout, name=name))
-    place = {spec.name: file.layout.name for file in (files[number] for number in numbers) for spec in file.specs}
-    index = {"metadata": {"total_size": sum(array.nbytes for array in weights.values())}, "weight_map": place}
-    return files, {HF_INDEX: (json.dumps(index, indent=2) + "\n").encode()}
+    return files, index
 
 
 def _lay_out(
@@ -121,8 +118,7 @@ def dump_step_manifest(
 ) -> bytes:
     """Return the manifest as bytes.
 
-    `digests` are those of all tensors by name; `side` has digest and size of each other file. `facts` say what the plan
-    that took the weights in knew of them: `family`, perhaps `dims`, and `to` with HuggingFace's `variant` and `tables`.
+    `digests` are those of all tensors by name; `side` has digest and size of each other file; `facts`: see `facts_in`.
     """
     names = [spec.name for file in files for spec in file.specs]
     kinds = {prefix: sum(name.startswith(prefix) for name in names) for prefix in MOMENTS}
@@ -152,16 +148,31 @@ def dump_step_manifest(
     return dump_manifest(manifest, tensor_rows(rows, {}))
 
 
-def model_side_files(model: Path) -> dict[str, Path | bytes]:
-    """Return what goes beside the weights of each checkpoint: what lies beside those of the model, but for its dtype.
+def facts_in(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a plan, or a manifest, says of weights that all checkpoints of a run say, too.
 
-    A checkpoint's weights are float32, so config.json says that; nothing else in it is changed. `model` is a folder, or
-    a file of weights. Raises UsageError where there is no config.json.
+    That is `family`, perhaps `dims`, and `to` with HuggingFace's `variant` and `tables`.
     """
-    folder = model if model.is_dir() else model.parent
-    found: dict[str, Path | bytes] = {path.name: path for path in side_files(folder) if path.name not in RESERVED}
-    config = read_config(folder)
-    told = {key: "float32" for key in ("torch_dtype", "dtype") if config.get(key, "float32") != "float32"}
-    if told:
-        found[CONFIG] = (json.dumps(config | told, indent=2, ensure_ascii=False) + "\n").encode()
+    return {key: told[key] for key in ("family", "dims", "to") if key in told}
+
+
+def side_files_in(folder: Path) -> dict[str, bytes]:
+    """Return what lies beside the weights of a checkpoint and goes beside those of the next one, by name."""
+    return read_side_files({path.name: path for path in side_files(folder)})
+
+
+def read_side_files(paths: Mapping[str, Path]) -> dict[str, bytes]:
+    """Return the bytes of these files, but for those that each checkpoint has of its own.
+
+    They are held in memory, for the folder that they come from may be pruned before they are written again.
+    ResourceError when one cannot be read.
+    """
+    found = {}
+    for name, path in paths.items():
+        if name in RESERVED:
+            continue
+        try:
+            found[name] = path.read_bytes()
+        except OSError as error:
+            raise read_error(path, error) from error
     return found

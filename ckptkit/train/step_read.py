@@ -21,9 +21,10 @@ from ckptkit.formats.file_pool import FilePool
 from ckptkit.formats.io import extents_digest, read_region
 from ckptkit.formats.manifest import MANIFEST, read_manifest
 from ckptkit.formats.registry import STATE
+from ckptkit.train.arrays import Floats
 from ckptkit.train.state import STATE_FILE, RunState, read_state
 from ckptkit.train.step_bytes import digest_of
-from ckptkit.train.step_files import MOMENTS, Floats
+from ckptkit.train.step_files import MOMENTS
 from ckptkit.train.step_folders import StepFolder
 from ckptkit.types import Extent, Shape, TensorInfo
 

@@ -1,4 +1,4 @@
-"""What a checkpoint takes over from the one before: frozen tensors by hard links, side files whose source is gone.
+"""What a checkpoint takes over from the one before: the files of frozen tensors, by hard links.
 
 A linked file is one file with two names, so a damage of it hits both checkpoints: it is read, and linked only while its
 bytes are those that the new checkpoint asks for. Nothing that training alters is linked, and no side file, so that a
@@ -8,14 +8,13 @@ damage of any other file leaves the checkpoint before as it was.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptkitError, ResourceError
-from ckptkit.formats.disk import copy_file
+from ckptkit.errors import CkptkitError
+from ckptkit.formats.disk import fsync_file
 from ckptkit.formats.file_pool import FilePool
 from ckptkit.formats.io import extents_digest
 from ckptkit.formats.manifest import read_manifest
@@ -47,24 +46,11 @@ class Before:
             if not _holds(source, file, digests, self.manifest):
                 return False
             path.hardlink_to(source)
-            _sync(path)
+            fsync_file(path)
         except (OSError, CkptkitError):
             path.unlink(missing_ok=True)
             return False
         return True
-
-    def copy(self, source: Path, target: Path) -> str:
-        """Copy a side file, from here where `source` is gone; return its digest. ResourceError when neither can be."""
-        try:
-            return copy_file(source, target)
-        except ResourceError:
-            promised = (self.manifest or {}).get("side_files", {}).get(target.name)
-            if self.folder is None or promised is None or source.exists():
-                raise
-            with contextlib.suppress(ResourceError):
-                if copy_file(self.folder / target.name, target) == promised:
-                    return str(promised)
-            raise
 
 
 def _holds(source: Path, file: StepFile, digests: Mapping[str, str], manifest: Mapping[str, Any]) -> bool:
@@ -81,11 +67,3 @@ def _holds(source: Path, file: StepFile, digests: Mapping[str, str], manifest: M
         if extents_digest(source, header, pool) != file.row["header"]:
             return False
         return all(extents_digest(source, layout.extents[name], pool) == digest for name, digest in digests.items())
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -36,32 +36,19 @@ class Loaded:
         return self.content.path
 
 
-def load_newest(
-    run: Path,
-    *,
-    step: int | None = None,
-    verify: bool = True,
-    without_optimizer: bool = False,
-) -> Loaded | None:
-    """Return the newest whole checkpoint of a run, or that of `step` alone; None where there is none of any kind.
+def load_newest(run: Path, *, verify: bool = True, without_optimizer: bool = False) -> Loaded | None:
+    """Return the newest whole checkpoint of a run; None where there is none of any kind.
 
     `verify` compares every digest; `without_optimizer` lets one count whose moments are damaged or gone. Raises
-    CorruptError when no checkpoint is whole, UsageError when `step` has none or LATEST names one and there is none at
-    all, ResourceError when one cannot be read for another reason than damage.
+    CorruptError when no checkpoint is whole, UsageError when LATEST names one and there is none at all, ResourceError
+    when one cannot be read for another reason than damage.
     """
     folders = scan(run)
     if not folders:
-        _refuse_lost(run, step)
+        _refuse_lost(run)
         return None
-    chosen = folders if step is None else [folder for folder in folders if folder.step == step]
-    if not chosen:
-        raise UsageError(
-            f"`{run}` has no checkpoint of step {step}",
-            items=[folder.path.name for folder in folders],
-            hint="these are there; `ckptkit runs ls` tells more of them",
-        )
     faults: list[str] = []
-    for folder in chosen:
+    for folder in folders:
         try:
             content = open_step(folder, digests=verify, without_optimizer=without_optimizer)
         except CkptkitError as error:
@@ -69,18 +56,14 @@ def load_newest(
                 raise
             faults.append(error.what)
             continue
-        notes = [*(f"passed over: {fault}" for fault in faults), *content.notes]
-        if step is None:
-            notes += _hint_notes(run, folder)
-        return Loaded(content, tuple(notes))
-    raise _none_is_whole(run, faults, step)
+        passed = (f"passed over: {fault}" for fault in faults)
+        return Loaded(content, (*passed, *content.notes, *_hint_notes(run, folder)))
+    raise _none_is_whole(run, faults)
 
 
-def _refuse_lost(run: Path, step: int | None) -> None:
+def _refuse_lost(run: Path) -> None:
     """Raise UsageError for a run without any checkpoint that should have one."""
     hint = latest_hint(run)
-    if step is not None:
-        raise UsageError(f"`{run}` has no checkpoint of step {step}", hint="it has none at all: leave the step out")
     if hint:
         raise UsageError(
             f"`{LATEST}` in `{run}` names `{hint}`, and no checkpoint is there",
@@ -96,9 +79,7 @@ def _is_damage(error: CkptkitError) -> bool:
     return isinstance(error, CorruptError | CoverageError)
 
 
-def _none_is_whole(run: Path, faults: Sequence[str], step: int | None) -> CorruptError:
-    if step is not None:
-        return CorruptError(faults[0], hint="leave the step out to go on from the newest whole checkpoint")
+def _none_is_whole(run: Path, faults: Sequence[str]) -> CorruptError:
     return CorruptError(
         f"none of the {len(faults)} checkpoints in `{run}` is whole",
         items=faults,

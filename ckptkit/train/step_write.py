@@ -79,7 +79,7 @@ def write_step(
     """Write a checkpoint into the folder of a run and give it its name; then prune, if `keep` says what stays.
 
     `previous` is the checkpoint before: frozen tensors that it has are linked. `facts` are for the manifest: see
-    `dump_step_manifest`. Raises ResourceError when the disk fails; nothing is left of the new checkpoint then, and the
+    `facts_in`. Raises ResourceError when the disk fails; nothing is left of the new checkpoint then, and the
     others are untouched.
     """
     target = folder_of(run, snapshot.state.step)
@@ -127,7 +127,10 @@ def _fill(
     files, index = lay_out_step(snapshot.weights, snapshot.moments, snapshot.frozen, max_shard_bytes=max_bytes)
     small = {**side_files, **index, STATE_FILE: dump_state(snapshot.state)}
     digests, linked = _write_tensor_files(temp, files, snapshot, before)
-    side = {name: _write_side_file(temp / name, content, before) for name, content in small.items()}
+    side: dict[str, tuple[str, int]] = {}
+    for name, content in small.items():
+        write_file(temp / name, content)
+        side[name] = xxhash.xxh3_128_hexdigest(content), len(content)
     manifest = dump_step_manifest(snapshot.state.step, files, digests, side, facts)
     write_file(temp / MANIFEST, manifest)
     total = sum(file.layout.size for file in files) + sum(size for _, size in side.values()) + len(manifest)
@@ -155,14 +158,6 @@ def _write_tensor_files(
                 continue
         digests |= write_tensors(path, file.layout, arrays)
     return digests, linked
-
-
-def _write_side_file(path: Path, content: Path | bytes, before: Before) -> tuple[str, int]:
-    """Write a file that holds no tensors; return its digest and its size."""
-    if isinstance(content, bytes):
-        write_file(path, content)
-        return xxhash.xxh3_128_hexdigest(content), len(content)
-    return before.copy(content, path), path.stat().st_size
 
 
 def _commit(temp: Path, target: Path) -> None:

@@ -11,15 +11,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckptkit.errors import UsageError
+from ckptkit.train.arrays import Floats, Ints
 from ckptkit.train.pieces import Tensor
+from ckptkit.verification.runners.attention import may_look
 from ckptkit.verification.runners.facts import Facts
 from ckptkit.verification.runners.rope import inverse_frequencies, rotary_table
-
-Ints = NDArray[np.int32]
-Floats = NDArray[np.float32]
 
 
 def attention_mask(segments_RT: Ints, window: int | None, heads: int, groups: int) -> Floats:
@@ -29,9 +27,7 @@ def attention_mask(segments_RT: Ints, window: int | None, heads: int, groups: in
     tokens, itself included. Padding is a segment, too, so that no row of the softmax is empty.
     """
     rows, tokens = segments_RT.shape
-    behind_TT = np.arange(tokens)[:, None] - np.arange(tokens)[None, :]
-    seen_TT = (behind_TT >= 0) & (behind_TT < (tokens if window is None else window))
-    seen_RTT = (segments_RT[:, :, None] == segments_RT[:, None, :]) & seen_TT
+    seen_RTT = (segments_RT[:, :, None] == segments_RT[:, None, :]) & may_look(tokens, window)
     mask_RTT = np.where(seen_RTT, np.float32(0), np.finfo(np.float32).min)
     every = np.broadcast_to(mask_RTT[:, None], (rows, heads, tokens, tokens))
     return np.ascontiguousarray(every).reshape(rows * groups, heads // groups * tokens, tokens)

@@ -20,10 +20,10 @@ from typing import Any
 
 from ckptkit.errors import UsageError
 from ckptkit.formats import files
+from ckptkit.formats.tokenizer import TOKENIZER
 from ckptkit.formats.tokenizer import open_tokenizer as load
 from ckptkit.train.documents import DataSettings
 
-TOKENIZER = "tokenizer.json"
 # tokenizer_config.json is what a model is trained and prompted with; config.json may name several, any of which ends it
 _NAMED = ("tokenizer_config.json", "special_tokens_map.json")
 _NUMBERED = ("config.json", "generation_config.json")

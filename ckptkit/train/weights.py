@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from ckptkit.errors import CoverageError
 from ckptkit.execute import execute
 from ckptkit.plan.plan import Plan
+from ckptkit.train.arrays import Floats
 from ckptkit.types import DTYPES, Region, TensorSpec
 
 Array = NDArray[Any]
-Floats = NDArray[np.float32]
 
 
 class MemorySink:

@@ -54,7 +54,7 @@ def find_cause(part: str, layer: int, evidence: Evidence, *, bound: float = 0.0)
         case = case_at(Place(part, layer), evidence)
         before = case.off(case.wrong)
         if before <= max(rounding_at(case, case.wrong), bound):
-            return None
+            return _from_reading(Search(case, case.shortened(), before, bound))
         return _cause(Search(case, case.shortened(), before, bound))
 
 
@@ -68,6 +68,19 @@ def _cause(search: Search) -> Cause:
             return _rounded(search, unit)
     known = _from_layers(search) or _from_match(search, repairs) or _from_constant(search)
     return known or _from_pairs(search, repairs) or _unknown(search, repairs)
+
+
+def _from_reading(search: Search) -> Cause | None:
+    """Return what B's config.json says otherwise, where A's word brings the part far nearer.
+
+    Rounding has room for both, but somebody found the network off, and this is known to differ.
+    """
+    case = search.case
+    for repair in config_repairs(case):
+        found = search.tried((repair,))
+        if found:
+            return cause_of(search, [found])
+    return None
 
 
 def _is_rounding_alone(case: Case, before: float, unit: float) -> bool:

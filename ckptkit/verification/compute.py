@@ -7,12 +7,11 @@ no bound follows from the arithmetic, so errors are reported. What does not live
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
-from ckptkit.verification.runners.computing import FORMATS, Format, Lower
+from ckptkit.verification.runners.computing import FORMATS, Format
 from ckptkit.verification.runners.job import Computed, ComputedRow, Result
 
-COMPUTES: tuple[str, ...] = get_args(Lower)
+COMPUTES = tuple(FORMATS)
 _SHOWN_WHOLE = 1e7  # larger numbers are shown with an exponent
 
 

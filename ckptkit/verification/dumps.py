@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit.errors import CorruptError, UsageError
 from ckptkit.formats import files
-from ckptkit.formats.disk import disk_error, exchange, fsync_folder, make_folder
+from ckptkit.formats.disk import exchange, folder_beside, fsync_file, fsync_folder
 from ckptkit.formats.target import check_place
 from ckptkit.verification.inputs import INPUTS
 from ckptkit.verification.runners.job import REPORT, SCHEMA, SEAL, seal_of
+
+_WHY = "the dump could not be made there"
+_THEN = "or name another folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,27 +30,15 @@ class DumpFolder:
     path: Path
     overwrite: bool = False
 
-    @contextmanager
-    def partial(self) -> Iterator[Path]:
+    def partial(self) -> AbstractContextManager[Path]:
         """Give a new folder beside the place, which is gone afterwards unless `finish` was called."""
-        beside = self.path.absolute().parent
-        make_folder(beside)
-        try:
-            made = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", suffix=".partial-dump", dir=beside))
-            made.chmod(0o755)
-        except OSError as error:
-            raise disk_error(error, self.path) from error
-        try:
-            yield made
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+        return folder_beside(self.path, ".partial-dump", why=_WHY, then=_THEN)
 
     def finish(self, made: Path) -> None:
         """Let the dump in the folder of `partial` appear, whole; UsageError when something else has come there."""
         _check_replaceable(self)
         for file in made.iterdir():
-            with open(file, "rb") as stream:
-                os.fsync(stream.fileno())
+            fsync_file(file)
         fsync_folder(made)
         if not self.path.exists():
             made.rename(self.path)

@@ -15,6 +15,7 @@ from ckptkit.formats.base import Checkpoint
 from ckptkit.formats.disk import file_digest
 from ckptkit.mapping.state_names import is_state
 from ckptkit.plan.join import Joined
+from ckptkit.quantities import numbers_text
 from ckptkit.types import Region
 from ckptkit.verification.inputs import read_inputs, write_inputs
 from ckptkit.verification.logits import TOO_SENSITIVE, UNITS_OF_CONSTANTS, Distance, bound, distance
@@ -180,13 +181,7 @@ def part_of(result: Result) -> str:
     total = result.reading["layers"]
     if result.layers is None or len(result.layers) == total:
         return ""
-    spans: list[list[int]] = []
-    for layer in result.layers:
-        if spans and layer == spans[-1][-1] + 1:
-            spans[-1][1:] = [layer]
-        else:
-            spans.append([layer])
-    words = ", ".join("-".join(map(str, span)) for span in spans)
+    words = numbers_text(result.layers).replace(",", ", ")
     return f"layer{'s' if len(result.layers) > 1 else ''} {words} of {total}"
 
 

@@ -63,7 +63,7 @@ def make_inputs(
     if original is not None and original < most:
         longer = min(most, 2 * original + 1)
         inputs.append(Input(f"beyond {original} positions, ids-{longer}", _ids(vocab, longer)))
-    inputs.append(_far(vocab, reach))
+    inputs.append(_far(vocab, reach, most))
     return list({item.name: item for item in inputs}.values()), notes
 
 
@@ -71,9 +71,10 @@ def _ids(vocab: int, count: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng([20261130, count]).integers(0, vocab, count).tolist())
 
 
-def _far(vocab: int, positions: int) -> Input:
-    """Return an input whose positions cover all that the model has, so that every rotary frequency shows."""
-    count = min(_SPREAD, positions)
+def _far(vocab: int, positions: int, most: int) -> Input:
+    """Return an input of at most `most` tokens whose positions lie over all that the model has, so that every rotary
+    frequency shows."""
+    count = min(_SPREAD, positions, most)
     near = min(_NEAR, count - 1)
     start = np.linspace(0, positions - 1 - near, count - near).astype(int).tolist()
     places = sorted({*start, *range(positions - near, positions)})

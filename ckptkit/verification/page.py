@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit import __version__
 from ckptkit.errors import UsageError, printable
 from ckptkit.formats.disk import disk_error, fsync_folder, write_file
-from ckptkit.report import fold_names, human_bytes
+from ckptkit.report import folded, human_bytes
 from ckptkit.verification import page_parts as parts
 from ckptkit.verification import sanity_parts as sanity
 from ckptkit.verification.page_compute import compute_of
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 GENERATOR = "ckptkit verify --html"
+_THEN = "or name another file"
 _HEAD_BYTES = 1024  # the generator is named among the first of them
 
 
@@ -46,7 +47,7 @@ def write_page(data: Mapping[str, Any], file: Path, command: str, *, read: Itera
     check_page(file, read=read)
     text = page(data, command)
     with _made(file) as made:
-        write_file(made, text.encode())
+        write_file(made, text.encode(), why="", then=_THEN)
         made.replace(file)
         fsync_folder(file.absolute().parent)
 
@@ -58,7 +59,7 @@ def _made(file: Path) -> Iterator[Path]:
     try:
         yield made
     except OSError as error:
-        raise disk_error(error, file) from error
+        raise disk_error(error, file, why="", then=_THEN) from error
     finally:
         with suppress(OSError):  # a disk that cannot be written says so even of what is not there
             made.unlink(missing_ok=True)
@@ -159,7 +160,7 @@ def _render(
     environment.filters |= {
         "figure": _figure,
         "words": _words,
-        "folded": _folded,
+        "folded": folded,
         "gap": _gap,
         "coded": _coded,
         "bytes": human_bytes,
@@ -243,7 +244,3 @@ def _words(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
     return str(value)
-
-
-def _folded(names: Sequence[str]) -> list[str]:
-    return [f"{pattern} x {count}" if count > 1 else pattern for pattern, count in fold_names(names)]

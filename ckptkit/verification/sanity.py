@@ -8,17 +8,18 @@ Shapes: T tokens, V the vocabulary.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import fsum, isfinite, log
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.errors import CorruptError, UsageError
-from ckptkit.formats import files
+from ckptkit.errors import UsageError
+from ckptkit.formats.json_lines import Oddities, damaged, no_lines, read_objects
 from ckptkit.formats.tokenizer import open_tokenizer
 from ckptkit.verification.forward import Dump, Forward
 from ckptkit.verification.runners.job import Floats, Input
@@ -45,48 +46,29 @@ class Line:
 def read_lines(file: Path, most: int = LINES) -> list[Line]:
     """Return the first `most` lines of a file of JSON lines; empty ones are passed over.
 
-    UsageError when there is no such file or no line in it, CorruptError, which names the line, for one that is damaged.
+    UsageError when there is no such file or no line in it, or it is of another kind; CorruptError, which names the
+    line, for one that is damaged.
     """
-    found: list[Line] = []
-    with open(files.regular_file(file, "the text of `--sanity`"), "rb") as stream:
-        for number in range(1, 1 << 62):
-            raw = stream.readline(_LONGEST_LINE + 1)
-            if not raw or len(found) == most:
-                break
-            if len(raw) > _LONGEST_LINE:
-                raise _damaged(file, number, f"is longer than {_LONGEST_LINE >> 20} MiB")
-            if raw.strip():
-                found.append(_line(file, number, raw))
+    wanted = "the text of `--sanity` is JSONL"
+    rows = read_objects(file, Oddities(), option="the text of `--sanity`", wanted=wanted, longest=_LONGEST_LINE)
+    found = [_line(file, number, row) for number, row in islice(rows, most)]
     if not found:
-        raise UsageError(f"`{file}` has no lines", hint='write one such as `{"text": "A sentence."}`')
+        raise no_lines(file)
     return found
 
 
-def _line(file: Path, number: int, raw: bytes) -> Line:
-    try:
-        row = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise _damaged(file, number, f"is not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise _damaged(file, number, "is not a JSON object")
+def _line(file: Path, number: int, row: Mapping[str, Any]) -> Line:
     if "input_ids" in row:
         ids = row["input_ids"]
         if not (isinstance(ids, list) and all(type(n) is int for n in ids)):
-            raise _damaged(file, number, "has `input_ids` that are no list of whole numbers")
+            raise damaged(file, number, "has `input_ids` that are no list of whole numbers")
         return Line(number, "", tuple(ids))
     keys = ("text",) if "text" in row else ("prompt", "response")
     parts = [row.get(key) for key in keys]
     if not all(isinstance(part, str) for part in parts):
         why = "has neither `text`, nor `prompt` and `response`, nor `input_ids`"
-        raise _damaged(file, number, "has a `text` that is no text" if "text" in row else why)
+        raise damaged(file, number, "has a `text` that is no text" if "text" in row else why)
     return Line(number, "".join(str(part) for part in parts))
-
-
-def _damaged(file: Path, number: int, what: str) -> CorruptError:
-    return CorruptError(
-        f"line {number} of `{file}` {what}",
-        hint='a line is `{"text": ...}`, `{"prompt": ..., "response": ...}` or `{"input_ids": [...]}`',
-    )
 
 
 def make_text_inputs(
@@ -129,7 +111,7 @@ def _ids(file: Path, line: Line, encode: Callable[[str], Sequence[int]] | None) 
     try:
         return tuple(encode(line.text))
     except (UnicodeEncodeError, TypeError) as error:  # half a character, as `"\ud83d"` of JSON
-        raise _damaged(file, line.number, f"has text that is not Unicode: {error}") from None
+        raise damaged(file, line.number, f"has text that is not Unicode: {error}") from None
 
 
 def _encoder(file: Path, tokenizer: Path | None) -> Callable[[str], Sequence[int]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ckptkit.report import fold_names
+from ckptkit.report import fold_names, times
 from ckptkit.verification.statistics import Strange
 
 
@@ -20,7 +20,7 @@ def folded(lines: Sequence[Strange]) -> Iterator[str]:
         told.setdefault(line.text, []).extend(line.names)
     for text, names in told.items():
         for pattern, count in fold_names(names):
-            yield f"{pattern}{f' x {count}' if count > 1 else ''}: {text}"
+            yield f"{times(pattern, count)}: {text}"
     yield from _equal([line for line in lines if line.kind in ("duplicate", "tied")])
 
 

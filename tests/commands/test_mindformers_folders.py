@@ -309,6 +309,104 @@ def test_the_step_is_that_of_the_optimizers_counter(tmp_path: Path) -> None:
     assert (tmp_path / "counted" / ITERATION).is_dir()
 
 
+# ---- the moment of training ------------------------------------------------------------------------------------------
+
+
+def make_saved(folder: Path, counters: dict[str, int], loss_scale: float | None = None) -> Path:
+    """Write weights with moments, and counters as MindFormers saves them; return `folder`."""
+    folder.mkdir()
+    names = ("w", "adam_m.w", "adam_v.w")
+    tensors: Tensors = {name: np.full((4, 2), index, np.uint32) for index, name in enumerate(names)}
+    if loss_scale is not None:
+        tensors["loss_scale"] = np.array([loss_scale], np.float32).view(np.uint32)
+    write_safetensors(folder / "a.safetensors", tensors, "F32")
+    write_safetensors(folder / "b.safetensors", {n: np.array([v], np.uint32) for n, v in counters.items()}, "I32")
+    return folder
+
+
+def common_of(root: Path) -> dict[str, Any]:
+    (file,) = root.glob("iteration_*/common.json")
+    common: dict[str, Any] = json.loads(file.read_text())
+    return common
+
+
+COUNTERS = {"epoch_num": 3, "step_num": 8, "global_step": 7, "global_batch_size": 16}
+
+
+def test_every_counter_that_is_stored_is_written(tmp_path: Path) -> None:
+    saved = make_saved(tmp_path / "saved", COUNTERS, 1024.0)
+    report = reshard(saved, tmp_path / "newer", Parallel(), format="mindformers")
+    assert common_of(tmp_path / "newer") == {**COUNTERS, "loss_scale": 1024.0, "ckpt_status": None}
+    assert (tmp_path / "newer" / ITERATION).is_dir()  # after the step, as MindFormers names it
+    assert not any("before a run goes on" in note for note in rows(report, "note"))
+    reshard(tmp_path / "newer", tmp_path / "again", Parallel(), format="mindformers")
+    assert common_of(tmp_path / "again") == common_of(tmp_path / "newer")
+
+
+@pytest.mark.parametrize(
+    ("counters", "common", "words"),
+    [
+        ({"global_step": 7}, (1, 7, 7, None), ["epoch of step 7", "says no global_batch_size"]),
+        ({"epoch_num": 2, "step_num": 9}, (2, 9, 9, None), ["says no global_batch_size"]),
+        ({"global_batch_size": 4}, (0, 0, 0, 4), []),
+        (COUNTERS | {"global_batch_size": 0}, (3, 8, 7, 0), ["says no global_batch_size"]),
+    ],
+)
+def test_what_a_run_cannot_be_resumed_without_is_noted(
+    tmp_path: Path, counters: dict[str, int], common: tuple[int | None, ...], words: list[str]
+) -> None:
+    saved = make_saved(tmp_path / "saved", counters)
+    report = reshard(saved, tmp_path / "newer", Parallel(), format="mindformers")
+    found = common_of(tmp_path / "newer")
+    assert tuple(found[key] for key in ("epoch_num", "step_num", "global_step", "global_batch_size")) == common
+    notes = [note for note in rows(report, "note") if "before a run goes on" in note]
+    assert len(notes) == len(words)
+    assert all(word in note for word, note in zip(words, notes, strict=True))
+
+
+def test_weights_alone_resume_no_run_and_get_no_note(tmp_path: Path) -> None:
+    saved = make_saved(tmp_path / "saved", {"global_step": 7})
+    options: dict[str, Any] = {"format": "mindformers", "no_optimizer": True}
+    report = reshard(saved, tmp_path / "bare", Parallel(), **options)
+    assert not any("before a run goes on" in note for note in rows(report, "note"))
+
+
+def test_an_iteration_without_common_json_gets_one_that_can_be_resumed_from(tmp_path: Path) -> None:
+    root = shutil.copytree(GOLDEN / "tp2", tmp_path / "root")
+    (root / ITERATION / "common.json").unlink()
+    report = reshard(root, tmp_path / "newer", Parallel(), format="mindformers")
+    found = common_of(tmp_path / "newer")
+    assert [found[key] for key in ("epoch_num", "step_num", "global_step")] == [1, 8, 8]
+    assert len([note for note in rows(report, "note") if "before a run goes on" in note]) == 2
+
+
+def test_counters_of_common_json_and_of_tensors_that_disagree_are_noted(tmp_path: Path) -> None:
+    root = shutil.copytree(GOLDEN / "tp2", tmp_path / "root")
+    file = root / ITERATION / "common.json"
+    for count, noted in ((8, False), (6, True)):
+        file.write_text(file.read_text().replace('"global_step": 8', f'"global_step": {count}'))
+        report = reshard(root, tmp_path / f"newer{count}", Parallel(), format="mindformers")
+        assert common_of(tmp_path / f"newer{count}")["global_step"] == count
+        found = any("disagree in `global_step: 6, and the tensor 8`" in note for note in rows(report, "note"))
+        assert found == noted
+
+
+def test_counters_are_not_taken_for_quantised_weights(tmp_path: Path) -> None:
+    saved = make_saved(tmp_path / "saved", COUNTERS)
+    write_safetensors(saved / "c.safetensors", {"adam_m.v": np.ones(3, np.uint32)}, "I32")
+
+    def noted() -> list[str]:
+        report = reshard(saved, tmp_path / "out", Parallel(), format="safetensors", dry_run=True)
+        return [note for note in rows(report, "note") if "if they are quantised" in note]
+
+    assert [note.partition(",")[0] for note in noted()] == ["1 tensor is I32"]  # of no parameter: the network's own
+    write_safetensors(saved / "c.safetensors", {"v": np.ones(3, np.uint32)}, "F32")
+    write_safetensors(saved / "d.safetensors", {"adam_m.v": np.ones(3, np.uint32)}, "I32")
+    assert noted() == []
+    write_safetensors(saved / "c.safetensors", {"v": np.ones(3, np.uint32)}, "I32")
+    assert [note.partition(",")[0] for note in noted()] == ["1 tensor is I32"]
+
+
 def test_experts_and_their_moments_go_there_and_back(tmp_path: Path) -> None:
     hf = make_qwen3_moe(tmp_path / "hf")
     ms = make_trained(hf, tmp_path / "ms")

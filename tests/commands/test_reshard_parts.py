@@ -20,7 +20,8 @@ from ckptkit.commands.reshard import reshard
 from ckptkit.errors import CkptkitError, CorruptError, CoverageError, UsageError
 from ckptkit.formats import parts
 from ckptkit.formats.manifest import MANIFEST, dump_manifest, read_manifest
-from ckptkit.formats.part_manifests import missing_ranks, span
+from ckptkit.formats.part_manifests import missing_ranks
+from ckptkit.quantities import numbers_text
 from tests.rank_results import read_whole, same_tensors
 from tests.trained_models import make_llama, make_trained
 
@@ -75,7 +76,7 @@ def test_parts_make_the_result_of_one_run(whole: Path, tmp_path: Path, order: li
         missing = missing_ranks(read_manifest(tmp_path / "out") or {})
         assert bool(missing) == (number < len(order))
         assert rows["part"][0].startswith("ranks ")
-        said = f"lacks ranks {span(missing)}" if missing else "is complete"
+        said = f"lacks ranks {numbers_text(missing)}" if missing else "is complete"
         assert any(said in note for note in rows["note"])
     assert everything(tmp_path / "out") == everything(tmp_path / "one")
     assert manifest_in(tmp_path / "out") == manifest_in(tmp_path / "one")
@@ -91,7 +92,7 @@ def test_a_result_that_lacks_ranks_is_refused(whole: Path, tmp_path: Path, reade
     write(whole, tmp_path / "out", ranks)
     with pytest.raises(CoverageError, match="is not complete: its ckptkit.json names ranks") as caught:
         READERS[reader](tmp_path / "out", tmp_path)
-    missing = span(missing_ranks(read_manifest(tmp_path / "out") or {}))
+    missing = numbers_text(missing_ranks(read_manifest(tmp_path / "out") or {}))
     assert f"`--ranks {missing}`" in caught.value.hint
     assert not (tmp_path / "other").exists()
 
@@ -265,8 +266,8 @@ def test_a_manifest_that_names_less_than_there_is_would_be_seen(whole: Path, tmp
 
 
 def test_ranks_are_said_as_the_option_takes_them() -> None:
-    assert span([3, 0, 1, 2, 6, 8, 9]) == "0-3,6,8-9"
-    assert span([]) == ""
+    assert numbers_text([3, 0, 1, 2, 6, 8, 9]) == "0-3,6,8-9"
+    assert numbers_text([]) == ""
 
 
 def test_parts_of_a_plan_know_one_another_by_their_folders() -> None:

@@ -24,6 +24,7 @@ from ckptkit.commands.parallel import Parallel
 from ckptkit.commands.reshard import reshard
 from ckptkit.errors import CkptkitError, CorruptError, CoverageError, UsageError
 from ckptkit.formats.manifest import MANIFEST
+from ckptkit.report import Report
 from tests.rank_results import odd_names, read_file, read_whole
 from tests.tiny_models import make_hf_plain
 
@@ -110,6 +111,17 @@ def other_dtype(root: Path) -> None:
     )
 
 
+def turn_to_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def add_ranks(root: Path) -> None:
+    for rank in range(2):
+        (root / f"rank_{rank}").mkdir()
+        shutil.copy(root / ITERATION / MODEL_1, root / f"rank_{rank}" / "net.safetensors")
+
+
 def set_tracker(text: str) -> Damage:
     return lambda root: (root / "latest_checkpointed_iteration.txt").write_text(text)
 
@@ -166,6 +178,25 @@ DAMAGES: dict[str, tuple[Damage, type[CkptkitError], str]] = {
     ),
     "a tracker of an iteration that is gone": (set_tracker("16"), CoverageError, "names iteration 16, which is not"),
     "a tracker that is no number": (set_tracker("last"), CorruptError, "should be the number"),
+    "a tracker that is a folder": (
+        lambda root: turn_to_folder(root / "latest_checkpointed_iteration.txt"), CorruptError, "is a folder, not a"
+    ),
+    "common.json that is a folder": (
+        lambda root: turn_to_folder(root / ITERATION / "common.json"), CorruptError, "is a folder, not a"
+    ),
+    "metadata.json that is a folder": (
+        lambda root: turn_to_folder(root / ITERATION / "metadata.json"), CorruptError, "is a folder, not a"
+    ),
+    "a flag that is no flag": (
+        edit(lambda c: entry(c, HEAD)["layout"].update(interleaved_parallel=float("nan"))), CorruptError, "no sound"
+    ),
+    "folders of ranks beside": (lambda root: add_ranks(root), UsageError, "holds two checkpoints"),
+    "a loose file beside": (
+        lambda root: shutil.copy(root / ITERATION / MODEL_1, root / "part0.safetensors"), UsageError, "two checkpoints"
+    ),
+    "files of an iteration beside": (
+        lambda root: shutil.copy(root / ITERATION / MODEL_1, root), UsageError, "holds two checkpoints"
+    ),
     "two iterations and no tracker": (
         lambda root: (
             (root / "latest_checkpointed_iteration.txt").unlink(),
@@ -239,6 +270,40 @@ def test_a_save_that_did_not_end_is_passed_over_and_refused_when_named(tmp_path:
         check(root / "iteration_00000016")
     with pytest.raises(CoverageError, match="files .* are not in"):
         reshard(root, tmp_path / "out", Parallel(step=16), format="safetensors")
+
+
+def test_each_of_two_checkpoints_in_a_folder_is_named_and_the_iteration_is_read_by_its_own(root: Path) -> None:
+    add_ranks(root)
+    with pytest.raises(UsageError) as caught:
+        check(root)
+    assert caught.value.items == ("`rank_0`, `rank_1`", f"`{ITERATION}`")
+    check(root / ITERATION)
+
+
+def test_loose_files_beside_ranks_are_passed_over_with_a_note_by_every_command(tmp_path: Path) -> None:
+    convert(make_hf_plain(tmp_path / "hf"), tmp_path / "ranks", parallel=Parallel(mp=2))
+    (tmp_path / "ranks" / MANIFEST).unlink()
+
+    def noted(report: Report) -> bool:
+        return any("beside the ranks: `part0.safetensors`" in text for label, text in report.rows if label == "note")
+
+    told = commands(tmp_path)
+    runs = (inspect, check, told["reshard"], told["adopt"])
+    assert not any(noted(run(tmp_path / "ranks")) for run in (inspect, check))
+    shutil.copy(tmp_path / "hf" / "model.safetensors", tmp_path / "ranks" / "part0.safetensors")
+    assert all(noted(run(tmp_path / "ranks")) for run in runs)
+
+
+def test_a_step_that_is_of_no_such_iteration_is_noted_by_every_command(tmp_path: Path, root: Path) -> None:
+    def noted(report: Report) -> bool:
+        return any("of iteration 8 says step_num 99" in text for label, text in report.rows if label == "note")
+
+    runs = (inspect, check, lambda path: reshard(path, tmp_path / "out", Parallel(), dry_run=True))
+    assert not any(noted(run(root)) for run in runs)
+    file = root / ITERATION / "common.json"
+    file.write_text(file.read_text().replace('"step_num": 8', '"step_num": 99'))
+    assert all(noted(run(root)) for run in runs)
+    assert noted(check(root, adopt=True))
 
 
 def test_replicas_that_differ_are_refused(tmp_path: Path, root: Path) -> None:

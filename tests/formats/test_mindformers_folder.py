@@ -6,13 +6,14 @@ The tracker decides, as it does for MindFormers; what it passes over, and what i
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckptkit.errors import CkptkitError, CorruptError, CoverageError, UsageError
-from ckptkit.formats.mindformers_folder import TRACKER, is_checkpoint, locate, read_common
+from ckptkit.formats.mindformers_folder import TRACKER, Place, is_checkpoint, locate, read_common, unlike_number
 
 
 def make_root(folder: Path, *numbers: int, tracker: str | None = None) -> Path:
@@ -54,6 +55,33 @@ def test_an_iteration_can_be_named_itself(tmp_path: Path) -> None:
     assert locate(tmp_path / "saved").number is None
 
 
+def test_an_iteration_that_is_named_itself_needs_no_sound_tracker(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "root", 8, tracker="last")
+    place = locate(root / "iteration_00000008")
+    assert place.number == 8
+    assert "cannot be told" in place.notes[0]
+
+
+def test_a_link_says_the_number_by_its_own_name(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "root", 8, tracker="8")
+    (root / "iteration_00000008").rename(tmp_path / "disk")
+    (root / "iteration_00000008").symlink_to(tmp_path / "disk")
+    assert (locate(root).number, locate(root / "iteration_00000008").number) == (8, 8)
+    assert locate(tmp_path / "disk").number is None
+    (tmp_path / "latest").symlink_to(root / "iteration_00000008")
+    assert locate(tmp_path / "latest").number is None  # of the link's name and the last folder's, neither says it
+
+
+def test_the_folder_that_a_link_leads_to_says_the_number_where_the_tracker_lies_there(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "root", 8, 12, tracker="8")
+    (tmp_path / "latest").symlink_to(root / "iteration_00000012")
+    (tmp_path / "iteration_00000007").symlink_to(root / "iteration_00000012")
+    for name in ("latest", "iteration_00000007"):
+        place = locate(tmp_path / name)
+        assert place.number == 12
+        assert "may not have ended" in place.notes[0]
+
+
 def test_the_only_iteration_needs_no_tracker(tmp_path: Path) -> None:
     place = locate(make_root(tmp_path / "root", 8))
     assert place.number == 8
@@ -87,6 +115,38 @@ def test_two_folders_of_one_iteration_are_refused(tmp_path: Path) -> None:
         locate(root)
 
 
+def test_files_of_an_iteration_beside_iterations_are_refused(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "root", 4, 8, tracker="8")
+    locate(root)
+    (root / "CKP-model-0000000-0000001.safetensors").touch()
+    with pytest.raises(UsageError, match="holds two checkpoints") as caught:
+        locate(root)
+    assert caught.value.items == (
+        "`CKP-model-0000000-0000001.safetensors`", "`iteration_00000004`, `iteration_00000008`",
+    )  # fmt: skip
+
+
+def put_folder(file: Path) -> None:
+    file.mkdir()
+
+
+def put_dead_link(file: Path) -> None:
+    file.symlink_to(file.parent / "gone")
+
+
+@pytest.mark.parametrize("put", [put_folder, put_dead_link])
+def test_a_small_file_that_is_none_is_refused(tmp_path: Path, put: Callable[[Path], None]) -> None:
+    root = make_root(tmp_path / "root", 8)
+    put(root / TRACKER)
+    with pytest.raises(CorruptError, match="not a regular file"):
+        locate(root)
+    inside = root / "iteration_00000008"
+    assert locate(inside).number == 8  # named itself, it needs no tracker
+    put(inside / "common.json")
+    with pytest.raises(CorruptError, match="not a regular file"):
+        read_common(inside)
+
+
 def test_other_folders_are_none(tmp_path: Path) -> None:
     assert is_checkpoint(make_root(tmp_path / "root", 8, tracker="8"))
     assert is_checkpoint(tmp_path / "root" / "iteration_00000008")
@@ -115,6 +175,24 @@ def test_common_json_is_read_and_keys_that_old_releases_refuse_are_noted(tmp_pat
     assert (common["global_step"], notes) == (8, [])
     _, notes = read_common(put_common(tmp_path, consumed_samples=32))
     assert "1.8 to 2.0 refuse: `consumed_samples`" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("common", "words"),
+    [
+        ({"step_num": 8, "global_step": 8}, ""),
+        ({"step_num": 8, "global_step": 6}, ""),  # updates that overflowed are skipped
+        ({"step_num": None, "global_step": None}, ""),
+        ({}, ""),
+        ({"step_num": 99, "global_step": 99}, "says step_num 99 and global_step 99"),
+        ({"step_num": 99, "global_step": 8}, "says step_num 99:"),
+        ({"step_num": 8, "global_step": 99}, "says global_step 99:"),
+    ],
+)
+def test_a_step_that_is_not_of_the_folder_is_noted(tmp_path: Path, common: dict[str, Any], words: str) -> None:
+    notes = unlike_number(Place(tmp_path, tmp_path, 8, ()), common)
+    assert (len(notes), all(words in note for note in notes)) == (int(words != ""), True)
+    assert unlike_number(Place(tmp_path, tmp_path, None, ()), common) == []
 
 
 @pytest.mark.parametrize(

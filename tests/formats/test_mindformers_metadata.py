@@ -151,6 +151,16 @@ WRONG: dict[str, tuple[Change, type[CkptkitError], str]] = {
     "a file elsewhere": (
         setting([{"file_name": "../a", "storage_rank": 0}], "storage_data", "('w', (0,))"), CorruptError, "no sound"
     ),
+    "a flag that is none": (
+        setting(float("nan"), *W, "layout", "interleaved_parallel"), CorruptError, "no sound layout"
+    ),
+    "a flag that is a number": (setting(1, *W, "layout", "interleaved_parallel"), CorruptError, "no sound layout"),
+    "too few names of axes": (setting(["dp"], *W, "layout", "alias_name"), CorruptError, "no sound layout"),
+    "a name of two axes": (setting(["dp", "dp"], *W, "layout", "alias_name"), CorruptError, "no sound layout"),
+    "names that are none": (setting([0, 1], *W, "layout", "alias_name"), CorruptError, "no sound layout"),
+    "a list as layout": (setting([], *W, "layout"), CorruptError, "no sound layout"),
+    "replicas that are none": (setting([0.5], *W, "properties", "replica_id"), CorruptError, "`w` has no sound entry"),
+    "a word as flag": (setting("no", *W, "properties", "allow_to_save"), CorruptError, "`w` has no sound entry"),
     "devices that are no ranks": (
         setting([2, 4], *W, "layout", "device_matrix"), CoverageError, "contradicts itself"
     ),

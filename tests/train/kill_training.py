@@ -2,15 +2,17 @@
 
     scripts/killtrain --count 50 --modes fp32,fp16,dropout,accumulate,adaptive
 
-For each mode: one run to the end; then `count` runs of the same config, each killed with SIGKILL once or twice, every
-second time inside of a save, and run again until it ends. All must have, for each step, the same loss, gradient
-norm, learning rate, scale, epoch and rows, and in the end the same digest of every tensor and the same state. Prints a
-line a run; the exit code is 1 when one differs.
+For each mode: one run to the end; then `count` runs of the same config, each killed with SIGKILL once or twice, at a
+moment drawn from the updates that are left (now and then from what comes before the first), every second time inside of
+a save, and run again until it ends. A run that ended before it was killed does not count. All must have, for each step,
+the same loss, gradient norm, learning rate, scale, epoch and rows, and in the end the same digest of every tensor and
+the same state. Prints a line a run; the exit code is 1 when one differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -64,21 +66,34 @@ def run_to_end(config: Path) -> tuple[float, str]:
     return time.monotonic() - started, done.stdout
 
 
-def kill_once(config: Path, run: Path, moment: float, *, in_save: bool) -> str:
-    """Start the command and kill it after `moment` seconds, or inside of the first save after that; say which."""
+def kill_once(config: Path, run: Path, step: int, delay: float, *, in_save: bool) -> str:
+    """Start the command and kill it `delay` seconds after update `step`, or inside of the first save after that.
+
+    Returns a word on where it was killed, none when it had ended.
+    """
     process = subprocess.Popen(
         command(config), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
-    deadline = time.monotonic() + moment
-    while time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.005)
+    while process.poll() is None and last_step(run) < step:
+        time.sleep(0.002)
+    time.sleep(delay)
     while in_save and process.poll() is None and not any(run.glob(".tmp-step-*")):
         time.sleep(0.0005)
     ended = process.poll() is not None
     if not ended:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    return "ended before" if ended else "in a save" if in_save else f"after {moment:.2f} s"
+    return "" if ended else f"in a save after {step}" if in_save else f"{delay:.3f} s after {step}"
+
+
+def last_step(run: Path) -> int:
+    """Return the number of the last update that the log has, 0 where it has none."""
+    file, last = run / "log.jsonl", 0
+    for line in file.read_bytes().splitlines() if file.exists() else []:
+        with contextlib.suppress(ValueError):  # a line that is being written
+            row = json.loads(line)
+            last = max(last, row["step"]) if row["kind"] == "step" else last
+    return last
 
 
 def try_mode(folder: Path, mode: str, count: int, seed: int, shared: Mapping[str, Path]) -> int:
@@ -87,19 +102,23 @@ def try_mode(folder: Path, mode: str, count: int, seed: int, shared: Mapping[str
     seconds, _ = run_to_end(straight)
     want = result_of(straight.parent / "run")
     print(f"{mode}: straight run of {len(want[0])} updates, {seconds:.1f} s", flush=True)
-    chance, bad = random.Random(f"{mode} {seed}"), 0
-    for number in range(count):
-        config = _config(folder / mode / str(number), mode, shared)
-        run = config.parent / "run"
-        kills = [
-            kill_once(config, run, chance.uniform(0.1, 1.0) * seconds, in_save=(number + k) % 2 == 1)
-            for k in range(chance.choice([1, 1, 2]))
-        ]
+    chance, bad, number = random.Random(f"{mode} {seed}"), 0, 0
+    while number < count:
+        config = _config(folder / mode / f"{number}-{chance.randrange(10**9)}", mode, shared)
+        run, kills = config.parent / "run", []
+        for _ in range(chance.choice([1, 1, 2])):
+            early = chance.random() < 0.1
+            step = 0 if early else chance.randint(last_step(run), len(want[0]) - 2)
+            delay = chance.random() * (0.8 * seconds if early else 0.1)
+            kills += [word for word in [kill_once(config, run, step, delay, in_save=number % 2 == 1)] if word]
         _, said = run_to_end(config)
-        resumed = next(line for line in said.splitlines() if line.startswith("resumed from step"))
+        begun = next((line for line in said.splitlines() if line.startswith("resumed from step")), "begun again")
         same = result_of(run) == want
         bad += not same
-        print(f"{mode} {number}: killed {', '.join(kills)}; {resumed}: {'same' if same else 'DIFFERENT'}", flush=True)
+        number += bool(kills)
+        print(
+            f"{mode}: killed {', '.join(kills) or 'too late'}; {begun}: {'same' if same else 'DIFFERENT'}", flush=True
+        )
     return bad
 
 

@@ -1,19 +1,15 @@
-"""Write and read corpora with MindSpore's MindRecord, in a process of its own; found.json has what came out.
-
-usage: mindrecord_client.py FOLDER
-"""
+"""Write and read corpora with MindSpore's MindRecord, in a process of its own; see `arithmetic.py`."""
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
+from arithmetic import main
 from tiny_corpora import Data, write_lines
 
 from ckptkit.errors import CkptkitError
@@ -108,7 +104,9 @@ def damage(source: Path, folder: Path) -> dict[str, dict[str, str]]:
     return found
 
 
-def main(folder: Path) -> None:
+def together(room: str) -> dict[str, Any]:
+    """Return what came of corpora that are written to and read from files in the folder `room`."""
+    folder = Path(room)
     lines = write_lines(folder / "corpus.jsonl", rows())
     out = folder / "out"
     out.mkdir()
@@ -127,7 +125,7 @@ def main(folder: Path) -> None:
     errors = damage(target, folder)
     errors["there already"] = error_of(lambda: write_mindrecord(first, target))
     errors["no folder"] = error_of(lambda: write_mindrecord(first, folder / "gone" / "a.mindrecord"))
-    found = {
+    return {
         "digests": digests,
         "fingerprints": [first.fingerprint, again.fingerprint],
         "statistics": [kept(first), kept(again)],
@@ -137,8 +135,7 @@ def main(folder: Path) -> None:
         "foreign_weights": other.row(0).weights_T.tolist(),
         "errors": errors,
     }
-    (folder / "found.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main({"together": together})

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-import resource
+import os
+import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from arithmetic import Config, arrays, far, farthest, main, make_net, rows_of, same_bits, slot_of
-from runner_jobs import LLAMA3, config_of
+from arithmetic import Config, Settings, arrays, data_of, far, farthest, main, make_net, rows_of, same_bits, slot_of
+from runner_jobs import EVERY_KIND, YARN, config_of
+
+from ckptkit.memory import peak_bytes
+from ckptkit.train.processors import stay_clear
 
 NONE: frozenset[int] = frozenset()
-WINDOW = {"use_sliding_window": True, "sliding_window": 4, "num_hidden_layers": 3}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+KINDS = (
+    "llama", "llama tied", "llama biases", "llama wide heads", "llama linear", "llama dynamic", "llama3", "mistral",
+    "mistral window", "qwen2", "qwen2 window", "qwen3", "qwen3_moe", "qwen3_moe not normed", "qwen3_moe dense layer",
+)  # fmt: skip
 MODELS: dict[str, Config] = {
-    "llama": config_of("llama"),
-    "llama tied": config_of("llama", tie_word_embeddings=True, num_key_value_heads=1),
-    "llama biases": config_of("llama", attention_bias=True, mlp_bias=True, num_key_value_heads=4),
-    "llama wide heads": config_of("llama", head_dim=12, num_attention_heads=6, num_key_value_heads=3),
-    "llama linear": config_of("llama", rope_scaling={"type": "linear", "factor": 2.5}),
-    "llama dynamic": config_of("llama", rope_scaling={"rope_type": "dynamic", "factor": 4.0}),
-    "llama3": config_of("llama", rope_scaling=LLAMA3, tie_word_embeddings=True),
-    "llama yarn": config_of("llama", rope_scaling=YARN),
-    "mistral": config_of("mistral", head_dim=6),
-    "mistral window": config_of("mistral", sliding_window=5),
-    "qwen2": config_of("qwen2"),
-    "qwen2 window": config_of("qwen2", **WINDOW, max_window_layers=1),
-    "qwen3": config_of("qwen3"),
+    **{name: EVERY_KIND[name] for name in KINDS},
+    "llama yarn": config_of("llama", rope_scaling={**YARN, "original_max_position_embeddings": 32}),
     "qwen3 tied biases": config_of("qwen3", tie_word_embeddings=True, attention_bias=True),
-    "qwen3_moe": config_of("qwen3_moe"),
-    "qwen3_moe not normed": config_of("qwen3_moe", norm_topk_prob=False, tie_word_embeddings=True),
-    "qwen3_moe mixed": config_of("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[1]),
 }
 
 
@@ -174,15 +167,47 @@ def bits(threads: str) -> str:
     return digest.hexdigest()
 
 
+def placed(processors: str) -> dict[str, Any]:
+    """Return where threads may run after an update, on so many processors, and a digest of gradients made then."""
+    from ckptkit.train.step import Trainer
+
+    given = sorted(os.sched_getaffinity(0))[: int(processors)]
+    os.sched_setaffinity(0, given)
+    net = make_net(MODELS["llama tied"], threads=1)
+    Trainer(net, Settings()).step(data_of(rows_of(net.facts.vocab, rows=2, tokens=9)), lr=1e-3, micro_batch=2)
+    digest = bits("1")
+    caller = sorted(os.sched_getaffinity(0))
+    seen: dict[str, list[int]] = {}
+
+    def look() -> None:
+        seen["inherited"] = sorted(os.sched_getaffinity(0))
+        stay_clear()
+        seen["clear"] = sorted(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    tasks = [int(task.name) for task in Path("/proc/self/task").iterdir()]
+    others = [processor for processor in given if processor not in caller] or given
+    strays = []
+    for task in tasks:
+        name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
+        wanted = caller if task == os.getpid() or name.startswith("ActorThread") else others
+        if sorted(os.sched_getaffinity(task)) != wanted:
+            strays.append(name)
+    found = {"given": given, "caller": caller, "others": others, "strays": strays, "threads": len(tasks)}
+    return {**found, **seen, "digest": digest}
+
+
 def memory(recompute: str) -> int:
     """Return the bytes by which the process grew beyond those of its first, small step."""
     net = make_net(config_of("llama", num_hidden_layers=12, hidden_size=64, max_position_embeddings=512))
     layers = frozenset(range(12)) if recompute == "all" else NONE
     net.gradients(slot_of(rows_of(net.facts.vocab, rows=1, tokens=8)), 0.1, layers)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_bytes()
     for _ in range(2):
         net.gradients(slot_of(rows_of(net.facts.vocab, rows=4, tokens=256)), 0.1, layers)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    return peak_bytes() - before
 
 
 def refusals() -> dict[str, str]:
@@ -246,4 +271,4 @@ def together() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main({f.__name__: f for f in (together, bits, memory)})
+    main({f.__name__: f for f in (together, bits, placed, memory)})

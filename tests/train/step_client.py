@@ -70,7 +70,7 @@ def training(compute: str, scale: str) -> dict[str, Any]:
     return {
         "losses": [result.loss for result in results],
         "scales": [result.scale for result in results],
-        "state": trainer.scaler_state(),
+        "state": trainer.scaler.state(),
         "digest": digest,
     }
 
@@ -112,7 +112,7 @@ def overflow() -> dict[str, Any]:
     return {
         "overflows": result.overflows,
         "scale": result.scale,
-        "scaler": tried.scaler_state(),
+        "scaler": tried.scaler.state(),
         "same": same_bits(tried.state(), plain.state()) and result.loss == again.loss,
         "static": _message(lambda: static.step(data_of(_rows()), lr=1e-3, micro_batch=4)),
         "nothing changed": same_bits(before, static.state()),

@@ -211,7 +211,7 @@ def test_a_disk_that_fails_is_an_error_in_words(tmp_path: Path) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, adaptive.fd)
     os.close(full)
-    with pytest.raises(ResourceError, match="no space left"):
+    with pytest.raises(ResourceError, match="no space is left"):
         adaptive.after(1, OVER)
     adaptive.close()
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from ckptkit.train import step_reuse, step_write
 from ckptkit.train.prune import Keep
 from ckptkit.train.saver import Saver
-from ckptkit.train.step_files import model_side_files
+from ckptkit.train.step_files import side_files_in
 from tests.train.tiny_steps import EMBEDDING, make_snapshot
 
 run, model, plant = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
@@ -74,7 +74,7 @@ if plant == "no fsync of folders":
 if plant == "no fsync of the run":
     step_write.fsync_folder = lambda folder: None
 if plant == "no fsync of links":
-    step_reuse._sync = lambda path: None
+    step_reuse.fsync_file = lambda path: None
 if plant == "LATEST first":
     step_write._commit = point_then_commit
 if plant == "LATEST unsynced":
@@ -91,7 +91,7 @@ previous = None
 def write(snapshot):
     global previous
     written = step_write.write_step(
-        run, snapshot, side_files=model_side_files(model), facts={}, previous=previous, keep=Keep(1)
+        run, snapshot, side_files=side_files_in(model), facts={}, previous=previous, keep=Keep(1)
     )
     previous = written.folder
 with Saver(write) as saver:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ckptkit.cli.train import log_setting
 from ckptkit.errors import UsageError
 from ckptkit.quantities import parse_bytes, parse_numbers
 from ckptkit.train.config import TrainConfig, load_config
@@ -93,6 +94,23 @@ def test_paths_of_the_file_begin_at_its_folder_and_typed_ones_at_the_working_fol
     assert config.eval.path == here / "e"
     assert config.log.file == tmp_path / "home/l"
     assert load_config(file).data.path == there / "corpus.jsonl"  # and without `--set`, the file's
+
+
+@pytest.mark.parametrize(
+    "name", ["7", "true", "a #b.jsonl", "a: b", '"a', "a\\b", "\N{LATIN SMALL LETTER E WITH ACUTE}\U0001f642", "~"]
+)
+def test_the_option_log_takes_a_name_as_it_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert small(tmp_path, log_setting(Path(name))).log.file == (tmp_path if name == "~" else tmp_path / name)
+
+
+def test_without_quotes_such_a_name_would_be_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    monkeypatch.chdir(tmp_path)
+    assert small(tmp_path, "log.file=a #b.jsonl").log.file == tmp_path / "a"
+    with pytest.raises(UsageError):
+        small(tmp_path, "log.file=7")
 
 
 def test_set_replaces_one_key_in_order_and_leaves_the_rest(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def weights(tmp_path: Path, row: dict[str, Any]) -> list[int]:
 def test_ids_are_taken_as_they_are(tmp_path: Path) -> None:
     corpus = open_rows(tmp_path, ROWS)
     assert ids(corpus) == [row["input_ids"] for row in ROWS]
-    assert corpus.num_tokens == 2 + 2 + 1
+    assert corpus.statistics.targets == 2 + 2 + 1
 
 
 def test_a_loss_mask_and_labels_say_which_tokens_count(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_ids_outside_of_the_embedding_are_refused_with_their_line(tmp_path: Path
         open_rows(tmp_path, [{"input_ids": [1, 2]}, {"input_ids": [9, 10]}], vocab=10)
     with pytest.raises(UsageError, match=r"line 1 of .* has the token -100, and ids start at 0"):
         open_rows(tmp_path, [{"input_ids": [1, -100]}], vocab=10)
-    assert open_rows(tmp_path, [{"input_ids": [0, 9]}], vocab=10).num_tokens == 1
+    assert open_rows(tmp_path, [{"input_ids": [0, 9]}], vocab=10).statistics.targets == 1
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_the_first_rows_of_a_corpus_are_those_of_the_corpus() -> None:
     part = first_rows(corpus, 3)
     assert (len(part), len(corpus)) == (3, 20)
     assert all(part.row(n).ids_T.tolist() == corpus.row(n).ids_T.tolist() for n in range(3))
-    assert part.num_tokens == 6
+    assert part.statistics.targets == 6
     assert part.fingerprint == corpus_of([[n, n + 1, n + 2] for n in range(3)], 4).fingerprint
     assert first_rows(corpus, 99).fingerprint == corpus.fingerprint
 

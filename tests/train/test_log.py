@@ -21,7 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.errors import CorruptError, ResourceError, UsageError
-from ckptkit.train.log import EvalLine, Log, StepLine, open_log, perplexity
+from ckptkit.train.evaluate import perplexity
+from ckptkit.train.log import Evaluation, Log, StepLine, open_log
 from ckptkit.train.log_file import read_log
 
 
@@ -99,7 +100,7 @@ def test_a_reader_takes_the_last_line_of_a_step_and_orders_steps(tmp_path: Path)
     log, _ = opened(tmp_path)
     for step in (1, 2, 3, 4):
         log.step(at(step, step_seconds=1.0))
-    log.eval(EvalLine(step=4, loss=1.0, perplexity=perplexity(1.0), tokens=9, seconds=0.1))
+    log.eval(4, Evaluation(loss=1.0, perplexity=perplexity(1.0), tokens=9, seconds=0.1))
     log.close()
     log, _ = opened(tmp_path, start=2)
     log.note("resumed from step 2", step=2)
@@ -165,7 +166,7 @@ def test_a_disk_that_is_full_is_an_error_in_words(tmp_path: Path) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, log.fd)
     os.close(full)
-    with pytest.raises(ResourceError, match="no space left"):
+    with pytest.raises(ResourceError, match="no space is left"):
         log.step(LINE)
     log.close()
     with pytest.raises(ResourceError, match="cannot write"):

@@ -8,12 +8,13 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_log import at, opened
 
 from ckptkit.errors import ResourceError
-from ckptkit.train.log import EvalLine
+from ckptkit.train.log import Evaluation
 from ckptkit.train.log_events import crc32c, crc_table, masked, open_events
 
 
@@ -50,18 +51,22 @@ print(json.dumps(found))
 """
 
 
+def read_events(folder: Path) -> list[Any]:
+    """Return version, step, session state and values of each event, as tensorboardX reads them."""
+    words = [sys.executable, "-c", _READ_EVENTS, str(folder)]
+    found: list[Any] = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    return found
+
+
 @pytest.mark.frameworks
 def test_another_implementation_reads_the_events(tmp_path: Path) -> None:
     for start in (0, 1):
         log, _ = opened(tmp_path, start=start, tensorboard=tmp_path / "board")
         log.step(at(start + 1, scale=256.0))
         log.step(at(start + 2, loss=1e300))
-        log.eval(EvalLine(step=start + 2, loss=1.5, perplexity=4.5, tokens=9, seconds=0.1))
+        log.eval(start + 2, Evaluation(loss=1.5, perplexity=4.5, tokens=9, seconds=0.1))
         log.close()
-    done = subprocess.run(
-        [sys.executable, "-c", _READ_EVENTS, str(tmp_path / "board")], capture_output=True, text=True, check=True
-    )
-    found = json.loads(done.stdout)
+    found = read_events(tmp_path / "board")
     head, begin, one, two, held = found[:5]
     assert head[0] == "brain.Event:2"
     assert [entry[1:3] for entry in (begin, found[6])] == [[1, 1], [2, 1]], "START, at the first step of each process"

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ckptkit.train.memory import Meter, allowed_bytes, default_limit, open_meter
+from ckptkit.memory import allowed_bytes
+from ckptkit.train.memory import Meter, default_limit, open_meter
 
 
 def test_the_peak_of_a_step_is_that_of_the_step() -> None:

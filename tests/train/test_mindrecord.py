@@ -5,30 +5,23 @@ MindSpore runs in one child process for all of this file; what it found is compa
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from arithmetic import run_check
 from tiny_corpora import Data, corpus_of
 
 from ckptkit.errors import UsageError
 from ckptkit.train.corpus import open_corpus
 from ckptkit.train.mindrecord import write_mindrecord
 
-CLIENT = Path(__file__).parent / "mindrecord_client.py"
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Run the client once."""
-    folder = tmp_path_factory.mktemp("mindrecord")
-    command = [sys.executable, "-W", "ignore", str(CLIENT), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(json.loads((folder / "found.json").read_text()))
+    return dict(run_check("mindrecord_client.py", "together", str(tmp_path_factory.mktemp("mindrecord"))))
 
 
 @pytest.mark.frameworks
@@ -105,7 +98,7 @@ def test_a_name_without_the_suffix_is_refused(tmp_path: Path) -> None:
 def test_a_missing_mindspore_is_said_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("mindspore", *(name for name in sys.modules if name.startswith("mindspore."))):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UsageError, match="MindRecord files need the package `mindspore`") as caught:
+    with pytest.raises(UsageError, match="a MindRecord file needs the package `mindspore`") as caught:
         write_mindrecord(corpus_of([[1, 2]]), tmp_path / "a.mindrecord")
     assert "JSONL" in caught.value.hint
     assert list(tmp_path.iterdir()) == []

@@ -38,7 +38,7 @@ def test_nothing_left_to_train_is_refused() -> None:
 
 @pytest.mark.parametrize(("shape", "does"), [((8, 4), True), ((8,), False)])
 def test_matrices_decay_and_norms_and_biases_do_not(shape: tuple[int, ...], does: bool) -> None:
-    assert decays("any", shape) is does
+    assert decays(shape) is does
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_packing_that_splits_a_document_to_fill_a_row_is_seen() -> None:
 def test_no_target_is_lost_or_doubled(lists: list[list[int]], length: int, packing: bool) -> None:
     corpus = corpus_of(lists, length, packing=packing)
     assert [target for _, _, target in predictions(corpus)] == targets(lists)
-    assert corpus.num_tokens == len(targets(lists))
+    assert corpus.statistics.targets == len(targets(lists))
 
 
 @settings(deadline=None)  # a busy machine is no fault

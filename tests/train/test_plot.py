@@ -11,7 +11,7 @@ import pytest
 from test_log import Settings, at
 
 from ckptkit.errors import ResourceError, UsageError
-from ckptkit.train.log import EvalLine, open_log
+from ckptkit.train.log import Evaluation, open_log
 from ckptkit.train.log_file import read_log
 from ckptkit.train.plot import draw, panels, plot_run
 
@@ -22,7 +22,7 @@ def make_run(run: Path, last: int = 6) -> Path:
         loss = float("nan") if step == 3 else 3.0 / step
         log.step(at(step, loss=loss, lr=1e-3 / step, grad_norm=0.1 * step, memory_bytes=step * 10**9))
         if step % 2 == 0:
-            log.eval(EvalLine(step=step, loss=4.0 / step, perplexity=1.0, tokens=1, seconds=0.0))
+            log.eval(step, Evaluation(loss=4.0 / step, perplexity=1.0, tokens=1, seconds=0.0))
     log.close()
     return run
 
@@ -100,7 +100,7 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True, cwd=tmp_path
     )
-    assert "needs matplotlib" in done.stdout and "ckptkit-mindspore[train]" in done.stdout
+    assert "needs the package `matplotlib`" in done.stdout and "ckptkit-mindspore[train]" in done.stdout
 
 
 def test_drawing_is_imported_where_it_is_done() -> None:

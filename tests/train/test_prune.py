@@ -12,7 +12,7 @@ from ckptkit.errors import UsageError
 from ckptkit.train import prune as module
 from ckptkit.train.prune import Keep, kept_steps, prune
 from ckptkit.train.step_folders import folder_of, scan
-from tests.train.tiny_steps import EMBEDDING, write
+from tests.train.tiny_steps import EMBEDDING, flip_last_bit, write
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
@@ -90,9 +90,7 @@ def test_a_damaged_newest_does_not_count_for_a_whole_one(tmp_path: Path, model: 
     run = tmp_path / "run"
     for step in (1, 2, 3):
         write(run, model, step)
-    file = folder_of(run, 3) / "model.safetensors"
-    data = file.read_bytes()
-    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    flip_last_bit(folder_of(run, 3) / "model.safetensors")
     copy = shutil.copytree(run, tmp_path / "copy")
     pruned = prune(run, Keep(1), verify_newest=True)
     assert (pruned.kept, pruned.removed) == (("step-00000002",), ("step-00000001",))

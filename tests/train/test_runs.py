@@ -13,7 +13,7 @@ from ckptkit.commands.runs import list_runs, prune_runs
 from ckptkit.errors import ResourceError, UsageError
 from ckptkit.report import Report
 from ckptkit.train.step_folders import LATEST, folder_of, scan
-from tests.train.tiny_steps import EMBEDDING, make_model, write
+from tests.train.tiny_steps import EMBEDDING, flip_last_bit, make_model, write
 
 
 @pytest.fixture
@@ -63,9 +63,7 @@ def test_what_is_not_whole_says_why_and_is_a_difference(run: Path) -> None:
 
 
 def test_a_changed_byte_is_seen_with_digests_alone(run: Path) -> None:
-    file = folder_of(run, 8) / "training_state" / "state-00001-of-00001.safetensors"
-    data = file.read_bytes()
-    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    flip_last_bit(folder_of(run, 8) / "training_state" / "state-00001-of-00001.safetensors")
     assert list_runs(run).exit_code == 0
     report = list_runs(run, digests=True)
     assert report.exit_code == 1

@@ -115,9 +115,9 @@ print(os.listdir(sys.argv[1]))
 """
 
 
-def test_read_only_files_and_folders_are_removed_by_a_plain_user(tmp_path: Path) -> None:
+def test_read_only_files_and_folders_are_removed_by_a_plain_user() -> None:
     """F29: what was saved with mode 0400 cannot be rotated away."""
-    where = Path(tempfile.mkdtemp())  # `tmp_path` lies in a folder that nobody else may enter
+    where = Path(tempfile.mkdtemp())  # pytest's own lies in a folder that nobody else may enter
     where.chmod(0o777)
     try:
         done = subprocess.run(

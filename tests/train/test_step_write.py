@@ -6,6 +6,7 @@ How it gets its name: test_step_commit.py; what it shares with the one before: t
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,12 @@ import pytest
 from ckptkit.commands.check import check
 from ckptkit.commands.convert import convert
 from ckptkit.commands.diff import diff
-from ckptkit.errors import CorruptError, InternalError
+from ckptkit.commands.resume_train import model_origin
+from ckptkit.errors import CorruptError, InternalError, UsageError
 from ckptkit.formats.registry import open_checkpoint
+from ckptkit.train.config import ModelConfig
 from ckptkit.train.state import read_state
-from ckptkit.train.step_files import lay_out_step, model_side_files
+from ckptkit.train.step_files import lay_out_step, side_files_in
 from ckptkit.train.step_folders import LATEST, StepFolder, folder_of
 from ckptkit.train.step_read import open_step, tensors_in
 from ckptkit.train.step_write import Snapshot, write_step
@@ -64,20 +67,38 @@ def test_check_diff_and_convert_take_it_with_its_moments(run: Path, model: Path,
     assert diff(folder, other).exit_code == 1  # the control
 
 
-def test_the_config_says_float32_and_nothing_else_is_changed(run: Path, model: Path) -> None:
-    folder = write(run, model, 1).folder
+def test_the_config_says_float32_and_nothing_else_is_changed(run: Path, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "narrow", dtype="BF16")
+    folder = write_first(run, model, 1)
     was, now = (json.loads((path / "config.json").read_text()) for path in (model, folder))
     assert was["torch_dtype"] == "bfloat16"
     assert now == was | {"torch_dtype": "float32"}
     assert (folder / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     (model / "config.json").write_text(json.dumps(was | {"torch_dtype": "float32"}))  # in its own form
-    folder = write(run, model, 2).folder
+    folder = write_first(run, model, 2)
     assert (folder / "config.json").read_bytes() == (model / "config.json").read_bytes()
+
+
+def write_first(run: Path, model: Path, step: int) -> Path:
+    """Write a checkpoint of a run that began with `model`; return its folder."""
+    origin = model_origin(ModelConfig(path=model), None)
+    return write_step(run, make_snapshot(step), side_files=origin.side_files, facts=origin.facts).folder
+
+
+def test_side_files_are_written_again_when_the_folder_that_they_came_from_is_gone(run: Path, model: Path) -> None:
+    """As when pruning removes the checkpoint that a run went on from."""
+    was = (model / "tokenizer.json").read_bytes()
+    sides = side_files_in(model)
+    shutil.rmtree(model)
+    folder = write_step(run, make_snapshot(1), side_files=sides, facts={}).folder
+    assert (folder / "tokenizer.json").read_bytes() == was
+    with pytest.raises(UsageError, match="no such file"):  # the control
+        side_files_in(model)
 
 
 def test_a_run_that_begins_with_a_checkpoint_does_not_take_its_state_for_a_side_file(run: Path, model: Path) -> None:
     folder = write(run, model, 8, frozen=(EMBEDDING,)).folder
-    assert sorted(model_side_files(folder)) == ["config.json", "generation_config.json", "tokenizer.json"]
+    assert sorted(side_files_in(folder)) == ["config.json", "generation_config.json", "tokenizer.json"]
 
 
 def test_a_tied_model_stores_the_embedding_only(run: Path, tmp_path: Path) -> None:
@@ -126,7 +147,7 @@ def test_a_tensor_that_changes_after_it_was_checked_is_seen_when_it_is_read(run:
         dict(tensors_in(content))
 
 
-def test_what_is_not_in_c_order_is_written_as_it_reads(run: Path, model: Path) -> None:
+def test_what_is_not_in_c_order_is_written_as_it_reads(run: Path) -> None:
     snapshot = make_snapshot(1)
     turned = {name: np.asfortranarray(array) for name, array in snapshot.weights.items()}
     write_step(run, Snapshot(snapshot.state, turned, snapshot.moments), side_files={}, facts={})

@@ -205,7 +205,7 @@ def test_text_without_a_tokenizer_is_refused_and_ids_are_not(tmp_path: Path) -> 
         open_tokenizer(Data(tmp_path / "none"), elsewhere)
     assert "data.tokenizer" in caught.value.hint
     (tmp_path / "tokenizer.json").write_text("damaged")
-    assert open_rows(tmp_path, [{"input_ids": [1, 2]}]).num_tokens == 1
+    assert open_rows(tmp_path, [{"input_ids": [1, 2]}]).statistics.targets == 1
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"version": "1.0"', "\x00"])

@@ -105,3 +105,19 @@ def test_smollm2_learns_and_transformers_gives_its_logits(corpus: Path, tmp_path
     assert len(found) == 6 and found[-1] < found[0]
     compared = run_check("trained_client.py", str(tmp_path / "run/step-00000006"))
     assert compared["logits"] < ROUNDING < compared["control"]
+
+
+def test_training_state_of_the_model_stays_behind_and_is_counted(trained: Path, corpus: Path, tmp_path: Path) -> None:
+    """A step's folder as the model of another run: its weights, and none of its moments, which is said."""
+    config = make_config(tmp_path, trained / "step-00000040", corpus, training={"batch_size": 8, "micro_batch": 4})
+    done = train(config, "--stop-at-step", "1")
+    assert "78 tensors of training state" in done.stdout and "resumed from step 0" in done.stdout
+    assert losses(tmp_path / "run")[0] < losses(trained)[0] - 1.5
+
+
+def test_hints_about_the_model_name_keys_of_the_config(trained: Path, corpus: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes((trained.parent / "hf/model.safetensors").read_bytes())
+    done = train(make_config(tmp_path, folder, corpus), code=2)
+    assert "`model.config: DIR`" in done.stderr and "--config" not in done.stderr

@@ -16,7 +16,7 @@ from ckptkit.train.order import position_of, samples_before
 from ckptkit.train.prune import Keep
 from ckptkit.train.saver import Saver
 from ckptkit.train.state import RunState
-from ckptkit.train.step_files import MOMENTS, model_side_files
+from ckptkit.train.step_files import MOMENTS, side_files_in
 from ckptkit.train.step_folders import StepFolder
 from ckptkit.train.step_read import open_step, tensors_in
 from ckptkit.train.step_write import Snapshot, Written, write_step
@@ -29,8 +29,8 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def make_model(folder: Path, **shape: Any) -> Path:
-    """Write the model that the run began with, bfloat16 and with a tokenizer of no use; return `folder`."""
-    make_hf_plain(folder, **(MODEL | {"dtype": "BF16"} | shape))
+    """Write the model that the run began with, float32 and with a tokenizer of no use; return `folder`."""
+    make_hf_plain(folder, **(MODEL | shape))
     (folder / "tokenizer.json").write_text('{"version": "1.0"}\n')
     return folder
 
@@ -80,7 +80,13 @@ def make_snapshot(
 def write(run: Path, model: Path, step: int, **options: Any) -> Written:
     """Write the checkpoint of a step; `options` are those of `write_step`, or of the snapshot."""
     passed = {key: options.pop(key) for key in ("previous", "keep", "max_shard_bytes") if key in options}
-    return write_step(run, make_snapshot(step, **options), side_files=model_side_files(model), facts=FACTS, **passed)
+    return write_step(run, make_snapshot(step, **options), side_files=side_files_in(model), facts=FACTS, **passed)
+
+
+def flip_last_bit(file: Path) -> None:
+    """Change one bit of a file's last byte."""
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
 def names_in(folder: Path) -> list[str]:
@@ -100,7 +106,7 @@ def save_steps(run: Path, model: Path, first: int, last: int) -> None:
     """Save the steps from `first` to `last` in the background, and print each step whose save is finished."""
     keep = Keep(2)
     previous: list[Path | None] = [None]
-    side_files = model_side_files(model)
+    side_files = side_files_in(model)
 
     def put(snapshot: Snapshot) -> None:
         written = write_step(run, snapshot, side_files=side_files, facts=FACTS, keep=keep, previous=previous[0])

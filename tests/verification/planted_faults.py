@@ -275,7 +275,7 @@ FAULTS: dict[str, Fault] = {
         qwen3(rope_theta=5001.0), ATTENTION, "rotary base", item=SPREAD, also=EACH_ATTENTION
     ),
     "norm eps": Fault(
-        qwen3(rms_norm_eps=1e-6), ("attention", 0), "norm eps", hint="rms_norm_eps", also=EVERY
+        qwen3(rms_norm_eps=1e-6), ("attention", 0), "norm eps", hint="rms_norm_eps", also=(*EVERY, ("norm", 0))
     ),
     "no window": Fault(
         Planted("mistral", LEGACY, "", None, {"sliding_window": None}), ATTENTION, "sliding window",

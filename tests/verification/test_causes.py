@@ -246,6 +246,20 @@ def test_a_difference_that_the_caller_takes_for_rounding_is_no_cause(
     assert find_cause("mlp", 1, evidence, bound=cause.before * 1.01) is None
 
 
+@pytest.mark.parametrize(("config", "name"), [({"rms_norm_eps": 1e-6}, "norm eps"), ({}, None)])
+def test_a_reading_that_differs_is_named_where_rounding_has_room_for_its_effect(
+    models: Models, pool: FilePool, tmp_path: Path, config: dict[str, Any], name: str | None
+) -> None:
+    """Small in one layer, it adds up in those that follow; the control reads the same config.json."""
+    b = Planted("qwen3", MCORE, "", None, config).make(models, tmp_path / "b", pool)
+    evidence = Evidence(
+        tap=models.taps["qwen3", NEAR.name].__getitem__, ids=NEAR.ids, positions=NEAR.positions,
+        facts_a=open_facts(models, "qwen3"), weights_b=b.weights,
+    )  # fmt: skip
+    cause = find_cause("attention", 0, evidence, bound=1.0)
+    assert (cause.name if cause else None) == name
+
+
 def test_the_facts_of_a_dump_are_those_of_its_config() -> None:
     for config in CONFIGS.values():
         facts = read_facts(config)

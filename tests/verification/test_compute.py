@@ -47,7 +47,15 @@ def large_weight(tensors: Arrays) -> None:
     tensors["model.embed_tokens.weight"][0, 0] = 70000.0
 
 
-LOUD = {"loud mlp": loud_mlp, "loud attention": loud_attention, "large weight": large_weight, "tame": None}
+def faint_weights(tensors: Arrays) -> None:
+    """Have a matrix of which fp16 keeps nothing."""
+    tensors["model.layers.1.mlp.up_proj.weight"] *= np.float32(1e-9)
+
+
+LOUD = {
+    "loud mlp": loud_mlp, "loud attention": loud_attention, "large weight": large_weight,
+    "faint weights": faint_weights, "tame": None,
+}  # fmt: skip
 
 
 def make(folder: Path, name: str) -> Path:
@@ -179,6 +187,14 @@ def test_weights_beyond_the_range_are_named(runs: Runs) -> None:
     assert len(side.found.unfit) == 1 and "embed" in side.found.unfit[0] and not side.ok
     assert "fp16 does not hold all weights: not those of " in side.verdict
     assert side.first is None  # no input has that token
+
+
+@pytest.mark.frameworks
+def test_weights_that_all_become_0_are_named(runs: Runs) -> None:
+    side = runs.side("faint weights fp16")
+    assert len(side.found.unfit) == 1 and "layers.1." in side.found.unfit[0] and not side.ok
+    assert side.first is None  # nothing overflows
+    assert runs.side("tame fp16").ok
 
 
 @pytest.mark.frameworks

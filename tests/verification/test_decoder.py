@@ -21,7 +21,10 @@ from pathlib import Path
 import pytest
 from clients.run import relative_difference
 from runner_jobs import (
+    EVERY_KIND,
+    LINEAR,
     LLAMA3,
+    YARN,
     Config,
     Ran,
     config_of,
@@ -47,50 +50,15 @@ BOUNDS = {"near": BOUND, "spread": SPREAD_BOUND, "one token": BOUND, "long": BOU
 LONG = Input("long", ids_of(BLOCK + 9))  # scores of these models are made in two blocks
 LONG_MODELS = ("llama", "mistral window")
 
-LINEAR = {"type": "linear", "factor": 2.5}
-DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
-FINE_YARN = {**YARN, "truncate": False, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.0, "mscale_all_dim": 0.5}
-WINDOW = {"use_sliding_window": True, "sliding_window": 4, "num_hidden_layers": 3}
-TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
-
-MODELS: dict[str, Config] = {
-    "llama": config_of("llama"),
-    "llama tied": config_of("llama", tie_word_embeddings=True, num_key_value_heads=1),
-    "llama biases": config_of("llama", attention_bias=True, mlp_bias=True, num_key_value_heads=4),
-    "llama wide heads": config_of("llama", head_dim=12, num_attention_heads=6, num_key_value_heads=3),
-    "llama linear": config_of("llama", rope_scaling=LINEAR),
-    "llama dynamic": config_of("llama", rope_scaling=DYNAMIC),
-    "llama3": config_of("llama", rope_scaling=LLAMA3, tie_word_embeddings=True),
-    "llama yarn": config_of("llama", rope_scaling=YARN),
-    "llama fine yarn": config_of("llama", rope_scaling=FINE_YARN),
-    "mistral": config_of("mistral", head_dim=6),
-    "mistral window": config_of("mistral", sliding_window=5),
-    "mistral window as long": config_of("mistral", sliding_window=13),
-    "qwen2": config_of("qwen2"),
-    "qwen2 tied": config_of("qwen2", tie_word_embeddings=True, num_key_value_heads=1),
-    "qwen2 window": config_of("qwen2", **WINDOW, max_window_layers=1),
-    "qwen2 window off": config_of("qwen2", sliding_window=4, max_window_layers=0),
-    "qwen2 types": config_of("qwen2", **WINDOW, layer_types=TYPES),
-    "qwen3": config_of("qwen3"),
-    "qwen3 tied": config_of("qwen3", tie_word_embeddings=True, rope_scaling=YARN),
-    "qwen3 biases": config_of("qwen3", attention_bias=True, num_key_value_heads=1),
-    "qwen3 window": config_of("qwen3", **WINDOW, max_window_layers=2),
-    "qwen3 long window": config_of("qwen3", use_sliding_window=True, sliding_window=40, max_window_layers=0),
-    "qwen3_moe": config_of("qwen3_moe"),
-    "qwen3_moe not normed": config_of("qwen3_moe", norm_topk_prob=False, tie_word_embeddings=True),
-    "qwen3_moe dense layer": config_of("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[1]),
-    "qwen3_moe biases": config_of("qwen3_moe", attention_bias=True, num_experts=12, num_experts_per_tok=3),
-    "qwen3_moe window": config_of("qwen3_moe", **WINDOW),
-}
 # config.json in other words than those that the model's shapes follow from.
 STEPPED = config_of("qwen3_moe", num_hidden_layers=3, decoder_sparse_step=2)
 SAID: dict[str, Config] = {
-    "llama3 in 5's words": in_5s_words(MODELS["llama3"]),
+    "llama3 in 5's words": in_5s_words(EVERY_KIND["llama3"]),
     "qwen3_moe stepped": STEPPED,
 }
-MODELS |= {
-    "llama3 in 5's words": MODELS["llama3"],
+MODELS = {
+    **EVERY_KIND,
+    "llama3 in 5's words": EVERY_KIND["llama3"],
     "qwen3_moe stepped": {**STEPPED, "mlp_only_layers": [0, 2]},
 }
 WAYS: dict[str, list[tuple[str, str]]] = {

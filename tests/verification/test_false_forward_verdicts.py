@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from runner_jobs import config_of, make_folder
-from test_false_verdicts import write_as
 
 from ckptkit import UsageError, verify
-from tests.rank_results import read_file
+from tests.rank_results import read_file, write_whole
 
 pytestmark = pytest.mark.frameworks
 
@@ -41,7 +40,7 @@ def test_weights_in_float64_are_refused_before_anything_is_read(hf: Path, tmp_pa
     }
     (tmp_path / "x").mkdir()
     shutil.copy(hf / "config.json", tmp_path / "x")
-    write_as(tmp_path / "x" / "model.safetensors", tensors, dict.fromkeys(tensors, "F64"))
+    write_whole(tmp_path / "x" / "model.safetensors", tensors, dict.fromkeys(tensors, "F64"))
     pair = (tmp_path / "x", hf) if side == "a" else (hf, tmp_path / "x")
     assert verify(*pair, level="weights").exit_code == 0
     read: list[int] = []

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
-from collections.abc import Mapping
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -116,17 +113,6 @@ def test_two_checkpoints_of_no_tensor_are_not_equal(hf: Path, tmp_path: Path, co
         assert (verify(*pair, level="weights").exit_code, diff(*pair).exit_code) == (0, 0)
 
 
-def write_as(file: Path, tensors: Tensors, dtypes: Mapping[str, str]) -> None:
-    """Write .safetensors by hand, with a dtype for each tensor that is not float32."""
-    header: dict[str, Any] = {}
-    for end, (name, array) in zip(accumulate(a.nbytes for a in tensors.values()), tensors.items(), strict=True):
-        ends = [end - array.nbytes, end]
-        header[name] = {"dtype": dtypes.get(name, "F32"), "shape": list(array.shape), "data_offsets": ends}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(a.tobytes() for a in tensors.values()))
-
-
 def rounded(array: np.ndarray) -> np.ndarray:
     """Return float32, as bits, as those of bfloat16."""
     return carry(array.view(np.float32), "BF16")
@@ -165,12 +151,12 @@ def test_training_state_of_another_dtype_is_a_failure(
         shutil.copy(hf / "config.json", folder)
         odd = [n for n in state if n.startswith(tuple(STATE[which]))] if side == "b" else []
         its = {**of_side, **state, **{name: rounded(state[name]) for name in odd}}
-        write_as(folder / "part0.safetensors", its, {n: "BF16" for n, x in its.items() if x.itemsize == 2})
+        write_whole(folder / "part0.safetensors", its)
         if side == "b":
             (tmp_path / "cast").mkdir()
             shutil.copy(hf / "config.json", tmp_path / "cast")
             its = {**of_side, **state}
-            write_as(tmp_path / "cast/part0.safetensors", its, {n: "BF16" for n, x in its.items() if x.itemsize == 2})
+            write_whole(tmp_path / "cast/part0.safetensors", its)
     assert verify(tmp_path / "a", tmp_path / "cast", level="weights").exit_code == 0
     for pair in (("a", "b"), ("b", "a")):
         report = verify(*(tmp_path / side for side in pair), level="weights")
@@ -185,11 +171,11 @@ def test_equal_values_of_a_dtype_that_no_rounding_leads_to_are_a_failure(hf: Pat
     write_whole(hf / "model.safetensors", tensors)
     shutil.copytree(hf, tmp_path / "b")
     ones = np.ones(tensors[norm].shape, {"I32": np.uint32, "I64": np.uint64}.get(dtype, np.uint8))
-    write_as(tmp_path / "b/model.safetensors", {**tensors, norm: ones}, {norm: dtype})
+    write_whole(tmp_path / "b/model.safetensors", {**tensors, norm: ones}, {norm: dtype})
     for pair in ((hf, tmp_path / "b"), (tmp_path / "b", hf)):
         report = verify(*pair, level="weights")
         assert (report.exit_code, "no rounding" in report.to_text()) == (1, True), report.to_text()
-    write_as(tmp_path / "b/model.safetensors", {**tensors, norm: rounded(tensors[norm])}, {norm: "BF16"})
+    write_whole(tmp_path / "b/model.safetensors", {**tensors, norm: rounded(tensors[norm])}, {norm: "BF16"})
     assert verify(hf, tmp_path / "b", level="weights").exit_code == 0
 
 
@@ -200,7 +186,7 @@ def test_a_tensor_without_elements_may_be_cast(tmp_path: Path, dtype: str, code:
     for side, of in (("a", "F32"), ("b", dtype)):
         (tmp_path / side).mkdir()
         none = np.zeros((0, 3), np.uint32 if of in ("F32", "I32") else np.uint16)
-        write_as(tmp_path / side / "model.safetensors", {"none": none, **rest}, {"none": of})
+        write_whole(tmp_path / side / "model.safetensors", {"none": none, **rest}, {"none": of})
     assert verify(tmp_path / "a", tmp_path / "b", level="weights").exit_code == code
 
 
@@ -284,7 +270,7 @@ def test_parts_of_one_tensor_that_were_cast_to_two_dtypes_are_a_failure_in_words
         tensors[name] = carry(array.view(np.float32), dtypes[name])
     (tmp_path / "b").mkdir()
     shutil.copy(hf / "config.json", tmp_path / "b")
-    write_as(tmp_path / "b" / "model.safetensors", tensors, dtypes)
+    write_whole(tmp_path / "b" / "model.safetensors", tensors, dtypes)
     report = verify(tmp_path / "fused", tmp_path / "b", level="weights")
     assert report.exit_code == (0 if odd == "BF16" else 1), report.to_text()
     assert ("a cast has one dtype" in report.to_text()) == (odd != "BF16")

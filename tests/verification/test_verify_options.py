@@ -107,11 +107,22 @@ def test_no_page_replaces_or_joins_what_is_read_or_what_is_no_page(
     words += ["--dump", str(tmp_path / "dump")] if "dump" in place else [str(ms), "--level", "weights"]
     words += ["--config", str(tmp_path / "config")] if "config/" in place else []
     assert run([*words, "--html", str(tmp_path / place), *overwrite]) == 2, capsys.readouterr().out
+    assert "does nothing" not in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     if place == "mine.txt":
         for _ in range(2):
-            assert run([*words, "--html", str(tmp_path / "page.html"), *overwrite]) == 0
+            assert run([*words, "--html", str(tmp_path / "page.html")]) == 0
         assert "<!doctype html>" in (tmp_path / "page.html").read_text()
+
+
+def test_overwrite_is_of_a_dump_and_not_of_a_page(
+    hf: Path, ms: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["verify", str(hf), str(ms), "--level", "weights", "--html", str(tmp_path / "page.html")]
+    assert run([*words, "--overwrite"]) == 2
+    assert "`--overwrite` does nothing without `--dump`" in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
+    assert run(words) == 0
 
 
 def test_where_no_page_can_be_written_is_said_before_anything_is_read(

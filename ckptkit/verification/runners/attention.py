@@ -7,6 +7,7 @@ H hidden.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptkit.verification.runners.dialects import cut_qkv
 from ckptkit.verification.runners.job import Floats
@@ -18,14 +19,18 @@ BLOCK = 512
 
 
 def causal_mask(tokens: int, window: int | None) -> Floats:
-    """Return what is added to the scores, (T, T): 0 where a token may look, float32's minimum elsewhere.
+    """Return what is added to the scores, (T, T): 0 where a token may look, float32's minimum elsewhere."""
+    return np.where(may_look(tokens, window), np.float32(0), np.finfo(np.float32).min)
+
+
+def may_look(tokens: int, window: int | None) -> NDArray[np.bool_]:
+    """Return which tokens (columns) each token of a sequence (rows) sees, (T, T).
 
     A token sees itself and what came before it; with a window, no more than `window` tokens, itself included. Order
     in the sequence counts, not the positions' numbers.
     """
     behind_TT = np.arange(tokens)[:, None] - np.arange(tokens)[None, :]
-    seen_TT = (behind_TT >= 0) & (behind_TT < (tokens if window is None else window))
-    return np.where(seen_TT, np.float32(0), np.finfo(np.float32).min)
+    return (behind_TT >= 0) & (behind_TT < (tokens if window is None else window))
 
 
 def attend(layer: Layer, x_TH: Tensor, rotary: tuple[Tensor, Tensor], mask_TT: Tensor) -> Tensor:

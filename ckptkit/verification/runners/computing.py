@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from ckptkit.verification.runners.job import ComputedInput, ComputedRow, Floats, Input, Result
-from ckptkit.verification.runners.net import Computes, Tap, Walk, as_floats
+from ckptkit.verification.runners.net import Computes, Tap, Walk, Watch, as_floats
 
 OUTPUT = "its output"
 LOGITS = "logits"
@@ -25,18 +25,18 @@ LOGITS = "logits"
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A dtype to compute in: its name in both frameworks, its largest number, and where rounding to infinity begins,
-    half a last place further (IEEE 754-2019, section 4.3.1)."""
+    """A dtype to compute in: its name in both frameworks, its largest number, where rounding to infinity begins, half
+    a last place further, and up to where it rounds to 0, half of its least number (IEEE 754-2019, section 4.3.1)."""
 
     name: str
     limit: float
     overflows: float
+    vanishes: float
 
 
-Lower = Literal["fp16", "bf16"]
 FORMATS: dict[str, Format] = {
-    "fp16": Format("float16", 65504.0, 65520.0),
-    "bf16": Format("bfloat16", float.fromhex("0x1.fep127"), float.fromhex("0x1.ffp127")),
+    "fp16": Format("float16", 65504.0, 65520.0, 2.0**-25),
+    "bf16": Format("bfloat16", float.fromhex("0x1.fep127"), float.fromhex("0x1.ffp127"), 2.0**-134),
 }
 
 
@@ -53,36 +53,35 @@ class Computing:
         """Return the fp32 walk of an input, of which the largest numbers are noted."""
 
         def see(part: str, what: str, values: Any) -> None:
-            largest, _ = magnitude(as_floats(values))
-            row = self._row(part)
-            if largest > row.largest or not row.at:
-                row.largest, row.at, row.input = largest, what, item.name
+            _grow(self._row(part), what, as_floats(values), item)
 
-        def told(name: str, values: Any) -> None:
-            see(name, OUTPUT, values)
-            if tap is not None:
-                tap(name, values)
-
-        return self._net.watched(item.ids, item.positions, told, see, low=False)
+        return self._watched(item, tap, see, low=False)
 
     def low(self, item: Input, tap: Tap | None) -> Walk:
         """Return the walk of an input in the dtype, of which what is no number is counted."""
 
         def see(part: str, what: str, values: Any) -> None:
-            self._lose(self._row(part), what, as_floats(values))
+            _lose(self._row(part), what, as_floats(values))
+
+        return self._watched(item, tap, see, low=True)
+
+    def _watched(self, item: Input, tap: Tap | None, see: Watch, *, low: bool) -> Walk:
+        """Return the walk of an input of which `see` is told all, and `tap`, as of any walk, the outputs."""
 
         def told(name: str, values: Any) -> None:
             see(name, OUTPUT, values)
             if tap is not None:
                 tap(name, values)
 
-        return self._net.watched(item.ids, item.positions, told, see, low=True)
+        return self._net.watched(item.ids, item.positions, told, see, low=low)
 
     @contextmanager
     def lowered(self, names: Sequence[str]) -> Iterator[None]:
-        """Hold a block's parameters in the dtype; those with a number that does not fit in it are noted."""
+        """Hold a block's parameters in the dtype; those that it does not hold are noted."""
         for name in names:
-            if magnitude(self._net.get(name))[0] >= self._format.overflows and name not in self._found.unfit:
+            largest, _ = magnitude(self._net.get(name))
+            lost = largest >= self._format.overflows or 0 < largest <= self._format.vanishes
+            if lost and name not in self._found.unfit:
                 self._found.unfit.append(name)
         with self._net.lowered(names):
             yield
@@ -93,11 +92,9 @@ class Computing:
 
     def end(self, item: Input, plain_TV: Floats, low_TV: Floats, *, traced: bool) -> None:
         """Note what became of an input's logits."""
-        largest, _ = magnitude(plain_TV)
         row = self._row(LOGITS)
-        if largest > row.largest or not row.at:
-            row.largest, row.at, row.input = largest, OUTPUT, item.name
-        lost = self._lose(row, OUTPUT, low_TV)
+        _grow(row, OUTPUT, plain_TV, item)
+        lost = _lose(row, OUTPUT, low_TV)
         relative = _relative(plain_TV, low_TV)
         if traced:
             row.relative = relative
@@ -111,12 +108,21 @@ class Computing:
             self._found.rows.append(self._rows[name])
         return self._rows[name]
 
-    def _lose(self, row: ComputedRow, what: str, values: Floats) -> int:
-        _, lost = magnitude(values)
-        row.not_finite += lost
-        if lost and not row.lost:
-            row.lost = what
-        return lost
+
+def _grow(row: ComputedRow, what: str, values: Floats, item: Input) -> None:
+    """Note the largest number of an output so far, and where it was."""
+    largest, _ = magnitude(values)
+    if largest > row.largest or not row.at:
+        row.largest, row.at, row.input = largest, what, item.name
+
+
+def _lose(row: ComputedRow, what: str, values: Floats) -> int:
+    """Count what is no number any more; return how many these are."""
+    _, lost = magnitude(values)
+    row.not_finite += lost
+    if lost and not row.lost:
+        row.lost = what
+    return lost
 
 
 def magnitude(values: Floats) -> tuple[float, int]:

@@ -230,8 +230,8 @@ class ComputedInput:
 
 @dataclass(slots=True)
 class Computed:
-    """A run in another `dtype` (empty: there was none). `kept` says what stayed in float32; `unfit` are parameters with
-    a number beyond the dtype's range; `rows` are in the order of the network."""
+    """A run in another `dtype` (empty: there was none). `kept` says what stayed in float32; `unfit` are parameters that
+    the dtype does not hold: a number is beyond its range, or all become 0; `rows` are in the order of the network."""
 
     dtype: str = ""
     kept: list[str] = field(default_factory=list)

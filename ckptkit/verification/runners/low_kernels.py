@@ -17,7 +17,7 @@ from ckptkit.verification.runners.job import Floats
 from ckptkit.verification.runners.kernels import Kernels, Tensor
 
 KEPT = (
-    "RMSNorm but for the product with its weight: a square leaves float16's range at 256",
+    "RMSNorm but for the product with its weight: in float16 a square leaves the range at 256",
     "softmax, of attention's scores and of a router's",
     "the rotation of queries and keys",
     "sums inside of a matrix product, as far as the device has it so",

@@ -17,7 +17,7 @@ from ckptkit.errors import CkptkitError
 from ckptkit.formats.disk import disk_error
 from ckptkit.verification.runners.job import Job
 from ckptkit.verification.runners.net import Net
-from ckptkit.verification.runners.run_net import run_net
+from ckptkit.verification.runners.run_net import AGAIN, NOT_ENDED, run_net
 
 PARENT = "CKPTKIT_PARENT"  # the variable with the number of the process that waits for the result
 _POLL_SECONDS = 0.5
@@ -37,7 +37,7 @@ def main(build: Callable[[Job], Net], argv: Sequence[str] | None = None) -> int:
     except CkptkitError as error:
         return _tell(error, out)
     except OSError as error:
-        return _tell(disk_error(error, out), out)
+        return _tell(disk_error(error, out, why=NOT_ENDED, then=AGAIN), out)
     return 0
 
 

@@ -12,9 +12,12 @@ from ckptkit.verification.runners.frameworks import framework
 _TARGETS = {"cpu": "CPU", "cuda": "GPU", "ascend": "Ascend"}
 
 
-def mindspore_device(name: str) -> tuple[str, int]:
-    """Return MindSpore's name of the device (`CPU`, `GPU`, `Ascend`) and its number; UsageError for no device."""
-    kind, index = parse_device(name)
+def mindspore_device(name: str, *, option: str = "--device") -> tuple[str, int]:
+    """Return MindSpore's name of the device (`CPU`, `GPU`, `Ascend`) and its number; UsageError for no device.
+
+    `option` is what the user calls the setting.
+    """
+    kind, index = parse_device(name, option=option)
     return _TARGETS[kind], index
 
 
@@ -27,6 +30,7 @@ def be_exact(mindspore: Any, target: str, index: int, *, graph: bool = False) ->
         raise UsageError(
             f"MindSpore {mindspore.__version__} finds no device `{target}` {index} on this machine",
             why=str(error).strip().partition("\n")[0],
+            hint="`cpu` runs everywhere",
         ) from error
     if target == "CPU" and not graph:  # its pipeline of launches costs milliseconds an operator on few cores
         mindspore.runtime.launch_blocking()

@@ -74,16 +74,13 @@ class Net(Protocol):
 
 
 @runtime_checkable
-class Computes(Protocol):
+class Computes(Net, Protocol):
     """A `Net` that can run in a dtype of fewer bits, too, as its framework's networks do in the field.
 
     `kept` says what stays in float32 then, and why.
     """
 
     kept: Sequence[str]
-
-    def get(self, name: str) -> Floats:
-        """Return a copy of a parameter that is set."""
 
     def lowered(self, names: Sequence[str]) -> AbstractContextManager[None]:
         """Hold the set parameters `names` in the job's `compute` dtype; afterwards they are as before, to the bit."""

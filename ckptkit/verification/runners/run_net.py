@@ -9,7 +9,6 @@ Shapes: T tokens, H hidden, V the vocabulary.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 import zlib
@@ -23,6 +22,7 @@ import numpy as np
 from ckptkit.errors import UsageError
 from ckptkit.formats.disk import file_digest, write_file
 from ckptkit.formats.file_pool import FilePool
+from ckptkit.memory import peak_bytes
 from ckptkit.verification.runners.computing import Computing
 from ckptkit.verification.runners.job import (
     REPORT,
@@ -42,6 +42,7 @@ from ckptkit.verification.runners.job import (
 from ckptkit.verification.runners.net import LAYER, Computes, Net, Tap, Walk, as_floats
 
 STEP = "ckptkit-step: "  # begins a line on stderr that tells the parent process of a step
+NOT_ENDED, AGAIN = "the network was not run to its end", "then run the same command again"
 _BLOCK = 1 << 20  # elements that are nudged at a time
 _READABLE = frozenset({"F16", "BF16", "F32"})
 
@@ -86,7 +87,7 @@ def run_net(net: Net, job: Job, out: Path) -> Result:
                     print(f"{STEP}{net.runner}: {block}", file=sys.stderr, flush=True)
     if not result.loaded:
         result.inputs, result.taps, result.computed = [], [], Computed()
-    result.peak_bytes = _peak_bytes()
+    result.peak_bytes = peak_bytes()
     write_report(result, out)
     return result
 
@@ -94,7 +95,8 @@ def run_net(net: Net, job: Job, out: Path) -> Result:
 def write_report(result: Result, out: Path) -> None:
     """Write the report; it comes last, so a folder that has one is complete."""
     report = {"schema": SCHEMA, **asdict(result)}
-    write_file(out / REPORT, json.dumps({**report, SEAL: seal_of(report)}, indent=1).encode())
+    data = json.dumps({**report, SEAL: seal_of(report)}, indent=1).encode()
+    write_file(out / REPORT, data, why=NOT_ENDED, then=AGAIN)
 
 
 def _compare_names(net: Net, job: Job, result: Result) -> dict[str, list[Stored]]:
@@ -326,15 +328,3 @@ def nudged(values: Floats, *, seed: int) -> Floats:
         step = 1 - 2 * rng.integers(0, 2, block.size, np.int8)
         block += np.where(block & 0x7FFFFFFF, step, 0)
     return bits.view(np.float32)
-
-
-def _peak_bytes() -> int:
-    """Return the most memory that this process had at a time.
-
-    `ru_maxrss` begins with what its parent had; Linux's VmHWM does not.
-    """
-    status = Path("/proc/self/status")
-    for line in status.read_text().splitlines() if status.exists() else ():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

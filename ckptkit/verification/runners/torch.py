@@ -50,7 +50,7 @@ _ENVIRONMENT = {
 }
 # What transformers' own classes do with parameters in another dtype, release 4.57 and 5.
 _KEPT = (
-    "RMSNorm's mean and root, and what they scale: a square leaves float16's range at 256",
+    "RMSNorm's mean and root, and what they scale: in float16 a square leaves the range at 256",
     "softmax, of attention's scores and of a router's",
     "rotary angles and their cosine and sine, which are rounded when they are multiplied",
     "sums inside of a matrix product, as far as the device has it so",
