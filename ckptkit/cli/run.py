@@ -81,7 +81,7 @@ def _json_by_default(defaults: Mapping[str, Any], args: Sequence[str]) -> bool:
 
 
 def _say_stopped(number: int) -> int:
-    how = "no part of a result has been given its final name; run the same command again to continue"
+    how = "what has its final name is whole, and nothing else has; run the same command again to continue"
     say(f"\n{STOPPED[signal.Signals(number)]}: {how}", stream="stderr")
     return 128 + number
 

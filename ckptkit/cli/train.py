@@ -54,6 +54,8 @@ def resume_train_command(
     """
     from ckptkit.commands.resume_train import plot_run, resume_train
 
+    if plot is not None and config is not None:
+        raise UsageError("`--plot` draws a run that is there, and takes no config", hint="leave one of the two out")
     if plot is not None:
         emit(plot_run(plot), as_json)
     if config is None:

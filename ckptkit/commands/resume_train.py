@@ -16,6 +16,7 @@ from ckptkit.commands.parallel import WHOLE, Parallel
 from ckptkit.commands.source import find_config, load_own_tables
 from ckptkit.commands.write import Progress
 from ckptkit.errors import CkptkitError, UsageError
+from ckptkit.formats.model_config import side_files
 from ckptkit.formats.registry import HF
 from ckptkit.mapping.state_names import is_state
 from ckptkit.plan.build import Target
@@ -131,11 +132,13 @@ def _model_origin(model: ModelConfig, progress: Progress | None) -> Origin:
     if state:
         notes.append(f"{state} tensors of training state of `{model.path}` stay behind: a run has moments of its own")
     beside = model.config or source.checkpoint.folder
+    folder = beside if beside.is_dir() else beside.parent
+    apart = {path.name: path for path in side_files(folder)} if model.config is not None else {}
     advance = progress(plan.tensor_bytes, 0) if progress else lambda _: None
     return Origin(
         config=config,
-        folder=beside if beside.is_dir() else beside.parent,
-        side_files=read_side_files({name: path for path, name in plan.side}) | dict(plan.extra),
+        folder=folder,
+        side_files=read_side_files(apart | {name: path for path, name in plan.side}) | dict(plan.extra),
         facts=facts_in(plan.facts),
         weights=lambda: load_weights(plan, source_digests=source.promised_digests, progress=advance),
         notes=(*notes, *plan.notes),

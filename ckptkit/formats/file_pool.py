@@ -96,6 +96,29 @@ class FilePool:
         finally:
             self._give_back(handle)
 
+    def copy_to(self, path: Path, extent: Extent, target: int, offset: int) -> bool:
+        """Have the kernel copy `extent` to byte `offset` of the open file `target`; False where it does not.
+
+        What it has against it, reading and writing say better. Raises CorruptError when the file ends before that.
+        """
+        if not hasattr(os, "copy_file_range"):
+            return False
+        handle = self._take(path)
+        try:
+            done = 0
+            while done < extent.size:
+                count = os.copy_file_range(
+                    handle.descriptor, target, extent.size - done, extent.offset + done, offset + done
+                )
+                if not count:
+                    raise _shrank(path, extent.offset + done, extent.size - done)
+                done += count
+        except OSError:
+            return False
+        finally:
+            self._give_back(handle)
+        return True
+
     def _take(self, path: Path) -> _Handle:
         with self._changed:
             while path not in self._handles and len(self._handles) >= self.limit and not self._close_oldest():

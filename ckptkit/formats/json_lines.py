@@ -83,9 +83,23 @@ def _refuse_other_kinds(file: Path, head: bytes, wanted: str) -> None:
             raise UsageError(f"`{file}` is {what}, and {wanted}", hint=hint)
 
 
+class _TwiceError(Exception):
+    """A key that an object has twice: which value counts would be a guess."""
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _TwiceError(next(key for key in keys if keys.count(key) > 1))
+    return found
+
+
 def _object(file: Path, number: int, raw: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(raw.decode("utf-8"))
+        row = json.loads(raw.decode("utf-8"), object_pairs_hook=_object_of)
+    except _TwiceError as error:
+        raise damaged(file, number, f"has the key `{error}` twice") from None
     except (ValueError, RecursionError) as error:
         raise damaged(file, number, f"is not JSON: {error}") from None
     if not isinstance(row, dict):

@@ -9,14 +9,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from itertools import groupby
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import xxhash
 
+from ckptkit.formats.io import FilePool
 from ckptkit.moves.run import Promises, Run, Stopped, compare_promised
 from ckptkit.plan.jobs import copied
 from ckptkit.plan.plan import OutputTensor
-from ckptkit.types import DTYPES, Region
+from ckptkit.plan.ranges import Range
+from ckptkit.types import DTYPES, Extent, Region
+
+KERNEL_BYTES = 4 << 20  # what the kernel copies at a time, when nobody needs to see the bytes
+
+
+@runtime_checkable
+class CopySink(Protocol):
+    """A sink that can have the kernel copy from file to file."""
+
+    def copy(self, output: int, offset: int, path: Path, extent: Extent, pool: FilePool) -> bool:
+        """Take `extent` of a file at byte `offset` of output number `output`; False where that cannot be."""
 
 
 def copy_batch(run: Run, numbers: Sequence[int], buffer: memoryview) -> None:
@@ -68,6 +82,9 @@ def _copy_one(run: Run, group: Sequence[int], promises: Promises, buffer: memory
     caster = run.caster(group[0])
     carrier = np.dtype(DTYPES[first.moved_as].carrier)
     state = xxhash.xxh3_128() if run.digests else None
+    is_plain = state is None and caster is None
+    if is_plain and isinstance(run.sink, CopySink) and _copy_in_kernel(run, run.sink, group, parts):
+        return
     is_whole = caster is None and len(parts) == 1 and parts[0].size == parts[0].info.num_bytes
     done = 0
     for part in parts:
@@ -89,3 +106,22 @@ def _copy_one(run: Run, group: Sequence[int], promises: Promises, buffer: memory
         compare_promised(run, parts[0].info, digest)
     for number in group:
         run.finish(number, digest)
+
+
+def _copy_in_kernel(run: Run, sink: CopySink, group: Sequence[int], parts: Sequence[Range]) -> bool:
+    """Copy a region that is neither hashed nor cast; False where the kernel does not, perhaps after a part of it."""
+    done = 0
+    for part in parts:
+        for offset, size in part.extents():
+            for start in range(0, size, KERNEL_BYTES):
+                extent = Extent(offset + start, min(KERNEL_BYTES, size - start))
+                for number in group:
+                    if run.writes(number) and not sink.copy(number, done, part.info.file, extent, run.pool):
+                        return False
+                done += extent.size
+                if run.stop.is_set():
+                    raise Stopped
+    for number in group:
+        run.advance(number, done)
+        run.finish(number, None)
+    return True

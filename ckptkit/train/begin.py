@@ -86,7 +86,11 @@ class Begun:
 
 @contextlib.contextmanager
 def held(run: Path) -> Iterator[None]:
-    """Hold the folder of a run, made if need be; UsageError while another process does."""
+    """Hold the folder of a run, made if need be; UsageError while another process does.
+
+    A folder that was made here goes again when the block fails before anything was written to it.
+    """
+    made = not run.exists()
     try:
         make_folder(run)
         fd = os.open(run / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -98,6 +102,11 @@ def held(run: Path) -> Iterator[None]:
                 f"another process trains in `{run}`", hint="wait for it, or choose another `checkpoint.folder`"
             )
         yield
+    except BaseException:
+        if made and [path.name for path in run.iterdir()] == [_LOCK]:
+            (run / _LOCK).unlink()
+            run.rmdir()
+        raise
     finally:
         os.close(fd)
 

@@ -5,8 +5,13 @@ MindSpore is loaded here, and nowhere before: a config that is wrong is refused 
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -15,8 +20,10 @@ from ckptkit import __version__
 from ckptkit.errors import CoverageError
 from ckptkit.train.begin import Begun
 from ckptkit.train.config_models import TrainConfig
+from ckptkit.train.maths import changed_maths, maths_of
 from ckptkit.train.net import TrainNet, prepare
 from ckptkit.train.scaler import make_scaler
+from ckptkit.train.state import RunState
 from ckptkit.train.step import Trainer
 from ckptkit.train.step_scan import check_fits, odd_shapes
 from ckptkit.verification.runners.facts import read_facts
@@ -37,6 +44,34 @@ class Built:
     seconds: dict[str, float]
 
 
+@contextlib.contextmanager
+def unbroken() -> Iterator[None]:
+    """Let a signal wait until the block is done: in the import of a framework it would be an ImportError, or an abort.
+
+    A second one ends the process at once.
+    """
+    came: list[int] = []
+    before: dict[signal.Signals, Any] = {}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            before[number] = signal.getsignal(number)
+            if callable(before[number]):
+                signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():  # a framework may have set its own, even where one was ignored
+            if handler is not None:
+                signal.signal(number, handler)
+    for sent in came[:1]:
+        signal.raise_signal(sent)
+
+
 def build(config: TrainConfig, begun: Begun, *, without_optimizer: bool) -> Built:
     """Return what trains, with its weights and state in place.
 
@@ -46,9 +81,10 @@ def build(config: TrainConfig, begun: Begun, *, without_optimizer: bool) -> Buil
     facts = read_facts(begun.config)
     recompute = config.recompute.selected(facts.layers)
     started = time.perf_counter()
-    import mindspore
+    with unbroken():
+        import mindspore
 
-    prepare(mindspore, config.training.device, config.training.threads)
+        prepare(mindspore, config.training.device, config.training.threads)
     imported = time.perf_counter()
     precision, training = config.precision, config.training
     net = TrainNet(
@@ -58,31 +94,48 @@ def build(config: TrainConfig, begun: Begun, *, without_optimizer: bool) -> Buil
     scaler = make_scaler(precision.compute, precision.loss_scale, precision.initial_scale, precision.growth_interval)
     trainer = Trainer(net, config.optimizer, scaler)
     zero = _check(trainer, begun, without_optimizer=without_optimizer)
+    if begun.state is not None:
+        trainer.moments_begun = begun.state.moments_begun
+        if zero == 2 * len(net.trained):
+            trainer.moments_begun = begun.step
     idle = _fill(trainer, begun)
-    if begun.state is not None and begun.state.scaler is not None:
+    if begun.state is not None and begun.state.scaler is not None and not _scales_anew(config, begun.state):
         scaler.load(begun.state.scaler)
     seconds = {"framework": imported - started, "load": time.perf_counter() - imported + begun.seconds.get("load", 0.0)}
     versions = {"ckptkit": __version__, "mindspore": mindspore.__version__, "numpy": np.__version__}
     frozen = frozenset(net.names) - net.trained
     return Built(
         trainer, recompute, frozenset(range(facts.layers)), frozen, facts.vocab, versions,
-        (*_notes(config, begun, versions), *zero, *idle), seconds,
+        (*_notes(config, begun, versions), *_zero_notes(zero, trainer), *idle), seconds,
     )  # fmt: skip
 
 
-def _check(trainer: Trainer, begun: Begun, *, without_optimizer: bool) -> list[str]:
-    """Return a note about moments that begin at zero; CoverageError when weights or moments are not the network's."""
+def _scales_anew(config: TrainConfig, state: RunState) -> bool:
+    """Say whether the loss scale was set to something else than when `state` was saved."""
+    changed = {key for key, _, _ in changed_maths(state.maths, maths_of(config))}
+    return not changed.isdisjoint({"precision.compute", "precision.loss_scale", "precision.initial_scale"})
+
+
+def _check(trainer: Trainer, begun: Begun, *, without_optimizer: bool) -> int:
+    """Return how many moments begin at zero; CoverageError when weights or moments are not the network's."""
     net = trainer.net
     if begun.content is not None:
         lacking = check_fits(begun.content, net.shapes, trainer.optimizer.names, without_optimizer=without_optimizer)
-        return [f"{len(lacking)} moments begin at zero, as `--without-optimizer` says"] if lacking else []
+        return len(lacking)
     if odd := odd_shapes(begun.shapes, net.shapes):
         raise CoverageError(
             "the weights are not those of the network that config.json describes",
             items=odd,
             hint="`ckptkit verify` says where the two part",
         )
-    return []
+    return 0
+
+
+def _zero_notes(count: int, trainer: Trainer) -> list[str]:
+    if not count:
+        return []
+    some = "" if count == 2 * len(trainer.net.trained) else "; with the others' correction their first steps are larger"
+    return [f"{count} moments begin at zero, as `--without-optimizer` says{some}"]
 
 
 def _fill(trainer: Trainer, begun: Begun) -> list[str]:
@@ -107,4 +160,8 @@ def _notes(config: TrainConfig, begun: Begun, versions: dict[str, str]) -> list[
     length, most = config.data.seq_length, begun.config.get("max_position_embeddings")
     if type(most) is int and length > most:
         notes.append(f"`data.seq_length` {length} is more than the model's `max_position_embeddings`, {most}")
+    if dropped := begun.config.get("attention_dropout"):
+        notes.append(f"config.json's `attention_dropout`, {dropped}, is not applied; `training.dropout` is another one")
+    if begun.config.get("output_router_logits"):
+        notes.append("the auxiliary loss of config.json's `output_router_logits` is not part of the loss")
     return notes

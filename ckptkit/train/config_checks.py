@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -47,6 +48,14 @@ def divisors(number: int) -> list[int]:
     """Return the divisors of a whole number above 0, ascending."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
+
+
+def is_same(one: Path, two: Path) -> bool:
+    """Say whether two names are of one file, or would be: links and `..` are followed."""
+    try:
+        return one.samefile(two)
+    except OSError:
+        return one.resolve() == two.resolve()
 
 
 def _sizes(config: TrainConfig) -> Iterator[Problem]:
@@ -138,11 +147,18 @@ def _eval(config: TrainConfig) -> Iterator[Problem]:
             "give `eval.path` and `eval.every`, or leave `checkpoint.keep_best` out",
             "the best checkpoint is the one with the lowest loss on a held-out corpus",
         )
+    elif config.checkpoint.keep_best and held_out.every is not None and held_out.every % config.checkpoint.every:
+        yield Problem(
+            "checkpoint.keep_best",
+            f"`eval.every`, {held_out.every}, is no multiple of `checkpoint.every`, {config.checkpoint.every}",
+            "make it one, or leave `checkpoint.keep_best` out",
+            "only a step that is saved can be kept as the best",
+        )
 
 
 def _files(config: TrainConfig) -> Iterator[Problem]:
     """Refuse to write over what is read."""
-    if config.checkpoint.folder == config.model.path:
+    if is_same(config.checkpoint.folder, config.model.path):
         yield Problem(
             "checkpoint.folder",
             "`checkpoint.folder` is `model.path`: checkpoints would lie among the weights that they began with",
@@ -150,7 +166,7 @@ def _files(config: TrainConfig) -> Iterator[Problem]:
         )
     read = {"data.path": config.data.path, "eval.path": config.eval.path}
     for key, path in read.items():
-        if path is not None and config.log.file == path:
+        if path is not None and config.log.file is not None and is_same(config.log.file, path):
             yield Problem(
                 "log.file", f"`log.file` is `{key}`: lines would be added to what is trained on", "choose another file"
             )

@@ -7,6 +7,7 @@ no line of an update that a checkpoint has. What does not live here: where a run
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -129,7 +130,10 @@ class _Run:
         self.out = Outcome(begun.step, begun.step, total, rows, rows, seconds=dict(begun.seconds), notes=notes)
         self.out.seconds |= built.seconds
         if begun.state is not None and begun.state.best is not None:
-            self.out.best = dict(begun.state.best)
+            if self.held_out is None or begun.state.best["held_out"] == self._held_out_name():
+                self.out.best = dict(begun.state.best)
+            else:
+                self.out.notes.append("the held-out set is another one than before: its best loss begins anew")
         if begun.content is not None:
             self.out.checkpoint = begun.content.path
         self.saved = begun.step if begun.content is not None else None
@@ -222,8 +226,18 @@ class _Run:
         )  # fmt: skip
         self.out.evaluation = found
         self.log.eval(self.out.step, found)
-        if self.out.best is None or found.loss < self.out.best["loss"]:
-            self.out.best = {"step": self.out.step, "loss": found.loss}
+        if not math.isfinite(found.loss):
+            text = f"the held-out loss at step {self.out.step} is {found.loss}"
+            self.out.notes.append(text)
+            self.log.note(text)
+        elif self.out.best is None or found.loss < self.out.best["loss"]:
+            self.out.best = {"step": self.out.step, "loss": found.loss, "held_out": self._held_out_name()}
+
+    def _held_out_name(self) -> str:
+        """Return what tells a held-out set from another one, whose losses are not to be compared."""
+        most = self.config.eval.batches
+        name = "" if self.held_out is None else self.held_out.fingerprint
+        return name if most is None else f"{name}, {most} batches"
 
     def _write(self, snapshot: Snapshot) -> None:
         """Write a checkpoint, in the thread of the saver."""
@@ -265,7 +279,8 @@ class _Run:
         return RunState(
             step=step, epoch=position_of(step, rows, training.batch_size).epoch,
             sample_counter=self.batches.samples_before(step), rows=rows, batch_size=training.batch_size,
-            micro_step=self.micro_step, slots=training.batch_size // training.micro_batch,
+            micro_step=self.micro_step, moments_begun=trainer.moments_begun,
+            slots=training.batch_size // training.micro_batch,
             config_hash=config_hash(self.maths), corpus_fingerprint=self.corpus.fingerprint,
             scaler=trainer.scaler.state(), adaptive=self.adaptive.state.to_json() if self.adaptive else None,
             seeds={"data": self.config.data.seed, "dropout": training.seed},
@@ -302,7 +317,10 @@ class _Run:
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:
-        """Let SIGTERM and Ctrl-C end the run after the update in hand; a second one ends it at once."""
+        """Let SIGTERM and Ctrl-C end the run after the update in hand; a second one ends it at once.
+
+        MindSpore's graphs put a handler in the place of SIGINT's that sends SIGTERM, so both come as that.
+        """
         before: dict[signal.Signals, Any] = {}
 
         def stop(number: int, frame: FrameType | None) -> None:

@@ -36,6 +36,9 @@ class RunLog:
     notes: tuple[Line, ...]
 
 
+_HEAD = b'{"kind": '  # of every line
+
+
 def open_lines(path: Path) -> int:
     """Return a descriptor that adds lines to `path`, made if need be, a torn last line cut off.
 
@@ -46,7 +49,8 @@ def open_lines(path: Path) -> int:
     except OSError as error:
         raise disk_error(error, path, why=_WHY, then=_THEN) from error
     with appended(path, why=_WHY, then=_THEN) as fd:
-        if os.pread(fd, 1, 0) not in (b"", b"{", b"\0"):
+        head = os.pread(fd, len(_HEAD), 0)
+        if not _HEAD.startswith(head) and head[:1] != b"\0":
             raise UsageError(
                 f"`{path}` is no log of a run: lines are not added to it", hint="choose another `log.file`"
             )

@@ -6,6 +6,7 @@
     rows, batch_size       rows of the corpus, and of a global batch
     epoch, sample_counter  where the next row is: its epoch, and epoch * rows + its place there; follow from step, rows
                            and batch_size, and are checked against them
+    moments_begun          the update after which the moments were zero: 0, but where they were lost
     slots                  fixed micro-batch slots of an update
     world_size             processes of the run
     mode                   "jit": the last bits of other modes differ
@@ -13,7 +14,7 @@
     seeds, versions        by name
     maths, config_hash     the keys of the config that alter the maths, and their digest
     corpus_fingerprint     of the rows, in their order
-    best                   {"step", "loss"} of the best evaluation, or null
+    best                   {"step", "loss", "held_out"} of the best evaluation, or null; the last tells of which set
     loss                   the training loss of this step, or null
     seal                   the xxh3-128 of all bytes before this last entry
 
@@ -36,7 +37,9 @@ from ckptkit.train.order import position_of, samples_before
 
 STATE_FILE = "state.json"
 SCHEMA = 1
-_COUNTS = ("step", "epoch", "sample_counter", "rows", "batch_size", "micro_step", "slots", "world_size")
+_COUNTS = (
+    "step", "epoch", "sample_counter", "rows", "batch_size", "micro_step", "moments_begun", "slots", "world_size",
+)  # fmt: skip
 _AT_LEAST_ONE = ("rows", "batch_size", "slots", "world_size")
 _TEXTS = ("mode", "config_hash", "corpus_fingerprint")
 _OBJECTS = ("seeds", "versions", "maths")
@@ -57,6 +60,7 @@ class RunState:
     slots: int
     config_hash: str
     corpus_fingerprint: str
+    moments_begun: int = 0
     world_size: int = 1
     mode: str = "jit"
     scaler: Mapping[str, Any] | None = None
@@ -142,13 +146,16 @@ def _contradictions(content: Mapping[str, Any]) -> Iterator[str]:
             f"after {step} updates of {batch} rows from {rows} the position is epoch "
             f"{derived[0]}, sample {derived[1]}; it says epoch {told[0]}, sample {told[1]}"
         )
+    if content["moments_begun"] > step:
+        yield f"moments began at zero after {content['moments_begun']} updates, and there were {step}"
     if content["micro_step"] < step:
         yield f"{step} updates took at least as many micro-batches; it says {content['micro_step']}"
     best = content["best"]
     if best is None or not isinstance(best, Mapping):
         return
-    if type(best.get("step")) is not int or not 0 <= best["step"] <= step or not _is_number(best.get("loss")):
-        yield f"`best` is {dict(best)!r}: a step up to {step} and its loss"
+    is_step = type(best.get("step")) is int and 0 <= best["step"] <= step
+    if not is_step or not _is_number(best.get("loss")) or not isinstance(best.get("held_out"), str):
+        yield f"`best` is {dict(best)!r}: a step up to {step}, its loss, and of which held-out set"
 
 
 def _is_number(value: object) -> bool:

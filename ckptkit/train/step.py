@@ -45,6 +45,7 @@ class Trainer:
     def __init__(self, net: TrainNet, settings: AdamWSettings, scaler: Scaler | None = None) -> None:
         net.train_only(trained_names(net.names, settings.freeze))
         self.net, self.scaler, self.optimizer = net, scaler or Scaler(), AdamW(net, settings)
+        self.moments_begun = 0  # the update after which the moments were zero: bias correction counts from there
 
     def step(self, data: StepData, lr: float, micro_batch: int, recompute: frozenset[int] = frozenset()) -> StepResult:
         """Make the update that follows `data.step` updates.
@@ -69,7 +70,7 @@ class Trainer:
             self.scaler.overflowed(data.step + 1)
             overflows += 1
         factor = self.optimizer.clip_factor(norm) / scale
-        self.optimizer.update(gradients, lr=lr, count=data.step + 1, factor=factor)
+        self.optimizer.update(gradients, lr=lr, count=data.step + 1 - self.moments_begun, factor=factor)
         self.scaler.good()
         if self.net.mindspore.get_context("device_target") == "CPU":
             place_threads()

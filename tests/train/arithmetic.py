@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 Config = dict[str, Any]
 
 
-def run_check(script: str, check: str, *words: str, timeout: float = 500) -> Any:
+def run_check(script: str, check: str, *words: str, timeout: float = 800) -> Any:
     """Run a check of `script` in a process of its own and return its report."""
     path = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parent / "verification", HERE.parent.parent)))
     done = subprocess.run(

@@ -183,6 +183,12 @@ def test_a_fault_names_the_key_what_is_wrong_and_the_remedy(tmp_path: Path, type
         ({"optimizer": {}}, "the key `optimizer.lr` is missing"),
         ({"optimizer": None}, "the key `optimizer.lr` is missing"),
         ({"eval": {"path": "held.jsonl"}, "log": {"file": "held.jsonl"}}, "`log.file` is `eval.path`"),
+        ({"eval": {"path": "held.jsonl"}, "log": {"file": "a/../held.jsonl"}}, "`log.file` is `eval.path`"),
+        ({"checkpoint": {"folder": "a/../model", "every": 1}}, "`checkpoint.folder` is `model.path`"),
+        (
+            {"eval": {"path": "held.jsonl", "every": 3}, "checkpoint": {"folder": "r", "every": 2, "keep_best": True}},
+            "`eval.every`, 3, is no multiple of `checkpoint.every`, 2",
+        ),
         ({"checkpoint": {"folder": "model", "every": 1}}, "`checkpoint.folder` is `model.path`"),
     ],
 )

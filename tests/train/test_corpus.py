@@ -109,6 +109,7 @@ def test_keys_may_have_other_names(tmp_path: Path) -> None:
     [
         ('{"text": "a', "is not JSON"),
         ('{"text": "a b"} {"text": "c"}', "is not JSON"),
+        ('{"text": "a", "text": "b"}', "has the key `text` twice"),
         ("[" * 100_000, "is not JSON"),
         ('["a"]', "is not a JSON object"),
         ("12", "is not a JSON object"),

@@ -33,7 +33,9 @@ def faults_of(data: bytes) -> str:
 
 
 def test_a_state_comes_back_as_it_was_and_has_the_same_bytes_again(tmp_path: Path) -> None:
-    state = make_state(7, loss=0.1 + 0.2, best={"step": 4, "loss": 1 / 3}, adaptive={"micro_batch": 2})
+    state = make_state(
+        7, loss=0.1 + 0.2, best={"step": 4, "loss": 1 / 3, "held_out": "a" * 32}, adaptive={"micro_batch": 2}
+    )
     (tmp_path / FILE).write_bytes(dump_state(state))
     found = read_state(tmp_path)
     assert found == state
@@ -82,8 +84,9 @@ def test_updates_and_micro_batches_are_counted_apart() -> None:
         ({"maths": []}, "`maths` is []"),
         ({"scaler": 65536.0}, "`scaler` is 65536.0"),
         ({"loss": "low"}, "`loss` is 'low'"),
-        ({"best": {"step": 6, "loss": 1.0}}, "a step up to 5 and its loss"),
-        ({"best": {"step": 5}}, "a step up to 5 and its loss"),
+        ({"best": {"step": 6, "loss": 1.0, "held_out": ""}}, "a step up to 5, its loss"),
+        ({"best": {"step": 5, "held_out": ""}}, "a step up to 5, its loss"),
+        ({"best": {"step": 5, "loss": 1.0}}, "of which held-out set"),
         ({"seeds": ...}, "`seeds` is missing"),
         ({"cursor": 1}, "`cursor` is unknown"),
     ],

@@ -20,7 +20,7 @@ from tests.train.tiny_steps import EMBEDDING, flip_last_bit, make_model, write
 def run(tmp_path: Path, quick_disk: None) -> Path:
     """A run with checkpoints of the steps 4, 8 and 12, of which 4 is the best; the embedding is frozen."""
     model = make_model(tmp_path / "model")
-    best = {"step": 4, "loss": 1.25}
+    best = {"step": 4, "loss": 1.25, "held_out": "a" * 32}
     for step in (4, 8, 12):
         before = folder_of(tmp_path / "run", step - 4)
         write(tmp_path / "run", model, step, best=best, frozen=(EMBEDDING,), previous=before, loss=step / 4)
