@@ -245,3 +245,20 @@ def test_ctrl_c_saves_as_sigterm_does(tmp_path: Path, model: Path, corpus: Path)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and "stopped by SIG" in said
     assert len(list((tmp_path / "run").glob("step-*"))) == 1
+
+
+def test_a_held_out_loss_that_is_no_number_is_never_the_best(tmp_path: Path, corpus: Path) -> None:
+    """One token of the held-out set has NaN for its embedding; training, which never meets it, goes on and saves."""
+    model = make_model(tmp_path / "model", tie_word_embeddings=False)
+    weights = load_file(model / "model.safetensors")
+    letter = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]["Q"]
+    weights["model.embed_tokens.weight"][letter] = np.nan
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    held = tmp_path / "held.jsonl"
+    held.write_text('{"text": "QQQQ"}\n')
+    config = make_config(
+        tmp_path, model, corpus, checkpoint={"every": 1, "keep_best": True}, eval={"path": str(held), "every": 1}
+    )
+    done = train(config, "--stop-at-step", "2")
+    assert "the held-out loss at step 2 is nan" in done.stdout
+    assert json.loads((tmp_path / "run/step-00000002/state.json").read_text())["best"] is None
