@@ -28,6 +28,7 @@ from ckptkit.mapping.state import kinds_of_state
 from ckptkit.plan.express import express
 from ckptkit.plan.join import Joined
 from ckptkit.plan.match import Match, match
+from ckptkit.plan.padding import filled_padding
 from ckptkit.plan.plan import Fate, OutputTensor, Plan, describe
 from ckptkit.plan.prove import padding, prove, without_padding
 from ckptkit.plan.shard import Placement
@@ -115,7 +116,7 @@ def build_plan(
             *notes,
             *target_rules.warnings,
             *matched.notes,
-            *_padding_notes(source_rules, matched, target_rules, wholes),
+            *_padding_notes(source_rules, matched, target_rules, wholes, joined),
             *arranged.notes,
             *edits,
         ),
@@ -141,8 +142,11 @@ def rules_digest(rules: RuleSet, names: Container[str]) -> str:
     A manifest records it, so that another config.json or an edited table is noticed before fused tensors are cut.
     Padding, which the manifest records apart, does not count.
     """
-    made = [(r.target, without_padding(r.expr)) for r in rules.rules if r.target in names and not r.traits.state]
-    lines = [f"{name} = {expr.name if isinstance(expr, Leaf) else describe(expr)}\n" for name, expr in made]
+    lines = [
+        f"{rule.target} = {expr.name if isinstance(expr := rule.expr, Leaf) else describe(without_padding(expr))}\n"
+        for rule in rules.rules
+        if rule.target in names and not rule.traits.state
+    ]
     return str(xxhash.xxh3_128_hexdigest("".join(lines).encode()))
 
 
@@ -209,9 +213,12 @@ def _padded(rules: RuleSet, names: Container[str]) -> dict[str, list[int]]:
     }
 
 
-def _padding_notes(source: RuleSet, matched: Match, target: RuleSet, wholes: Sequence[OutputTensor]) -> list[str]:
-    """Say which rows of padding are left behind, added, or kept."""
-    before = list(_padded(source, matched.found).values())
+def _padding_notes(
+    source: RuleSet, matched: Match, target: RuleSet, wholes: Sequence[OutputTensor], joined: Joined | None
+) -> list[str]:
+    """Say which rows of padding are left behind, with values or without, added, or kept."""
+    cropped = _padded(source, matched.found)
+    before = list(cropped.values())
     after = list(_padded(target, {whole.spec.name for whole in wholes}).values())
     if before and after == before and not any(padding(whole.expr) for whole in wholes):
         return [
@@ -221,6 +228,11 @@ def _padding_notes(source: RuleSet, matched: Match, target: RuleSet, wholes: Seq
     if before:
         words = tensors(len(before), "loses", "lose")
         notes.append(f"{words} the rows of padding that ckptkit.json records: {before[0][1]} -> {before[0][0]}")
+        notes += [
+            f"`{found.name}`: {found.count} of the {found.total} elements of padding left behind are not zero, as "
+            f"after training: no word has their rows, from {found.first} on"
+            for found in filled_padding(source, cropped, matched.found, joined)
+        ]
     if after:
         notes.append(f"{tensors(len(after), 'is', 'are')} padded with rows of zeros: {after[0][0]} -> {after[0][1]}")
     return notes

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ckptkit.commands.check import check
@@ -135,6 +136,28 @@ def test_a_merged_padded_checkpoint_converts(tmp_path: Path, degrees: dict[str, 
     reshard(padded(tmp_path, 1024, **degrees), tmp_path / "m", Parallel())
     convert(tmp_path / "m", tmp_path / "back")
     assert odd_names(read_whole(tmp_path / "back"), read_whole(tmp_path / "hf")) == []
+
+
+@pytest.mark.parametrize("degrees", [{"mp": 2, "pp": 2}, {}])
+def test_padding_with_values_is_left_behind_and_counted(tmp_path: Path, degrees: dict[str, int]) -> None:
+    """Training moves the rows of a head that no word has; they are no part of the model, and nobody is to wonder."""
+    source = tmp_path / "p"
+    convert(make_llama(tmp_path / "hf"), source, parallel=Parallel(pad_vocab_to=1024, **degrees), digests=False)
+    assert not any("not zero" in note for note in convert(source, tmp_path / "zero", digests=False).data["notes"])
+    file = weight_files(sorted(source.glob("rank_*"))[-1] if degrees else source)[0]
+    tensors = {name: array.copy() for name, array in read_file(file).items()}
+    tensors["lm_head.weight"][-1, :3] = 1
+    write_whole(file, tensors)
+    for to, report in (
+        (tmp_path / "back", convert(source, tmp_path / "back", digests=False)),
+        (tmp_path / "whole", reshard(source, tmp_path / "whole", Parallel(), digests=False)),
+    ):
+        notes = [note for note in report.data["notes"] if "not zero" in note]
+        whole = read_whole(tmp_path / "hf")["lm_head.weight"]
+        assert [note.split(" elements")[0] for note in notes] == [
+            f"`lm_head.weight`: 3 of the {(1024 - len(whole)) * whole.shape[1]}"
+        ]
+        assert np.array_equal(read_whole(to)["lm_head.weight"], whole)
 
 
 # ---- optimizer shards of fused tensors ----------------------------------------------------------------------------
