@@ -14,7 +14,7 @@ from ckptkit.formats import files
 from ckptkit.formats.manifest import MANIFEST
 from ckptkit.report import Report, human_bytes, listed
 from ckptkit.train.prune import Keep, prune
-from ckptkit.train.step_folders import LATEST, StepFolder, latest_hint, scan
+from ckptkit.train.step_folders import LATEST, StepFolder, folder_of, latest_hint, scan
 from ckptkit.train.step_read import StepContent, open_step
 
 
@@ -35,7 +35,8 @@ def list_runs(folder: str | Path, *, digests: bool = False) -> Report:
         is_best = best is not None and step.step == best["step"]
         row = _row(step, content, fault) | {"newest": bool(whole) and content is whole[0], "best": is_best}
         rows.append(row)
-        report.add(f"step {step.step}", _text(row, best))
+        own = "" if step.path == folder_of(run, step.step) else f"`{step.path.name}`  "
+        report.add(f"step {step.step}", own + _text(row, best))
     hint = latest_hint(run)
     if whole and hint != whole[0].path.name:
         report.add("note", f"{LATEST} {f'names `{hint}`' if hint else 'names none'}; nothing relies on it")

@@ -20,6 +20,7 @@ The digest of a tensor is the xxh3-128 of its bytes in C order, as 32 hex digits
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from json.encoder import encode_basestring as quote
 from pathlib import Path
@@ -83,6 +84,8 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the manifest of `folder`, or None when it has none; CorruptError when it is not as it was written."""
     path = folder / MANIFEST
     if not path.is_file():
+        if os.path.lexists(path):
+            raise CorruptError(f"`{path}` is no file, or a link to none", hint=_FOREIGN)
         return None
     data = path.read_bytes()
     try:

@@ -119,11 +119,12 @@ def _digest_around(file: Path, extents: list[Extent]) -> str:
 
 
 def _added(stored: Checkpoint, manifest: Manifest) -> list[str]:
-    """Say which files lie in a folder of ours that ckptkit did not put there."""
+    """Say which files lie in a folder of ours that ckptkit did not put there; a rank's folder may be a link."""
     folder = stored.path
     if manifest is None or not folder.is_dir():
         return []
     ours = named_files(manifest)
+    ours |= {name.rpartition("/")[0] for name in ours}
     found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     added = sorted(name for path in found if (name := path.relative_to(folder).as_posix()) not in ours)
     return [f"not written by ckptkit: {', '.join(added)}"] if added else []

@@ -105,7 +105,10 @@ def test_links_in_an_adopted_folder_go_by_their_own_names(tmp_path: Path, name: 
     assert linked in names
     assert all(not Path(found).is_absolute() and ".." not in Path(found).parts for found in names)
     assert [found for found in names if not (root / found).is_file()] == []
-    assert check(root).headline == f"`{root}` is sound"
+    report = check(root)
+    assert report.headline == f"`{root}` is sound"
+    added = report.to_text().rpartition("not written by ckptkit: ")[2].split(", ")
+    assert {linked, linked.split("/")[0]}.isdisjoint(added)
     if linked.endswith(".safetensors"):
         flip_last(root / linked)
         with pytest.raises(CorruptError, match=f"1 items of .* are not what {MANIFEST} promises"):

@@ -1,13 +1,15 @@
-"""The rows of a manifest, made fast: byte for byte those that the JSON library makes."""
+"""Manifests: rows made fast, byte for byte those that the JSON library makes; nothing else is taken for one."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckptkit.formats.manifest import dump_manifest, tensor_rows
+from ckptkit.errors import CorruptError
+from ckptkit.formats.manifest import MANIFEST, dump_manifest, read_manifest, tensor_rows
 from ckptkit.types import TensorSpec
 
 SPECS = [
@@ -39,3 +41,14 @@ def test_a_row_has_a_line_of_its_own() -> None:
     lines = dump_manifest({"schema": 1}, tensor_rows(tensors, {})).splitlines()
     assert sum(b'"xxh3_128"' in line for line in lines) == len(SPECS)
     assert sum(b'"rank_0:' in line for line in lines) == len(SPECS)
+
+
+@pytest.mark.parametrize("kind", ["folder", "link to nothing"])
+def test_what_has_its_name_and_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
+    assert read_manifest(tmp_path) is None
+    if kind == "folder":
+        (tmp_path / MANIFEST).mkdir()
+    else:
+        (tmp_path / MANIFEST).symlink_to("gone.json")
+    with pytest.raises(CorruptError, match="is no file, or a link to none"):
+        read_manifest(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,12 @@ def test_checkpoints_are_listed_newest_first_with_losses_and_marks(run: Path) ->
     folder = folder_of(run, 12)
     assert data["checkpoints"][0]["bytes"] == sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     assert data["checkpoints"][0]["epoch"] == 4
+
+
+def test_folders_of_one_step_are_told_apart(run: Path) -> None:
+    shutil.copytree(folder_of(run, 8), run / "step-8")
+    texts = [text for label, text in list_runs(run).rows if label == "step 8"]
+    assert [text.startswith("`step-8`  ") for text in texts] == [False, True]
 
 
 def test_what_is_not_whole_says_why_and_is_a_difference(run: Path) -> None:
