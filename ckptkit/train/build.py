@@ -5,13 +5,8 @@ MindSpore is loaded here, and nowhere before: a config that is wrong is refused 
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -23,6 +18,7 @@ from ckptkit.train.config_models import TrainConfig
 from ckptkit.train.maths import changed_maths, maths_of
 from ckptkit.train.net import TrainNet, prepare
 from ckptkit.train.scaler import make_scaler
+from ckptkit.train.signals import unbroken
 from ckptkit.train.state import RunState
 from ckptkit.train.step import Trainer
 from ckptkit.train.step_scan import check_fits, odd_shapes
@@ -42,34 +38,6 @@ class Built:
     versions: dict[str, str]
     notes: tuple[str, ...]
     seconds: dict[str, float]
-
-
-@contextlib.contextmanager
-def unbroken() -> Iterator[None]:
-    """Let a signal wait until the block is done: in the import of a framework it would be an ImportError, or an abort.
-
-    A second one ends the process at once.
-    """
-    came: list[int] = []
-    before: dict[signal.Signals, Any] = {}
-
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            before[number] = signal.getsignal(number)
-            if callable(before[number]):
-                signal.signal(number, note)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():  # a framework may have set its own, even where one was ignored
-            if handler is not None:
-                signal.signal(number, handler)
-    for sent in came[:1]:
-        signal.raise_signal(sent)
 
 
 def build(config: TrainConfig, begun: Begun, *, without_optimizer: bool) -> Built:

@@ -8,15 +8,13 @@ no line of an update that a checkpoint has. What does not live here: where a run
 from __future__ import annotations
 
 import math
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from types import FrameType
 from typing import Any
 
 from ckptkit.errors import UsageError
@@ -38,11 +36,10 @@ from ckptkit.train.prefetch import Prefetch
 from ckptkit.train.prune import Keep
 from ckptkit.train.saver import Saver
 from ckptkit.train.schedule import lr_at
+from ckptkit.train.signals import stopping
 from ckptkit.train.state import RunState
 from ckptkit.train.step import StepResult
 from ckptkit.train.step_write import Snapshot, Written, write_step
-
-_STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(slots=True)
@@ -154,7 +151,7 @@ class _Run:
             self.saver = stack.enter_context(Saver(self._write, background=self.config.checkpoint.background))
             for text in (*self.out.notes, *self.corpus.statistics.lines()):
                 self.log.note(text)
-            stack.enter_context(self._stopping())
+            stack.enter_context(stopping(self._stop_by))
             prefetch = stack.enter_context(Prefetch(self.batches, self.begun.step))
             if self.config.eval.at_start and self.begun.step == 0 and self.last:
                 self._evaluate()
@@ -315,25 +312,6 @@ class _Run:
         policy = Policy(rungs, limit, settings.grow_below, settings.patience)
         return open_adaptive(self.folder, policy, state, self.begun.step, forget=self.forget)
 
-    @contextmanager
-    def _stopping(self) -> Iterator[None]:
-        """Let SIGTERM and Ctrl-C end the run after the update in hand; a second one ends it at once.
-
-        MindSpore's graphs put a handler in the place of SIGINT's that sends SIGTERM, so both come as that.
-        """
-        before: dict[signal.Signals, Any] = {}
-
-        def stop(number: int, frame: FrameType | None) -> None:
-            self.out.stopped = number
-            self.stop.set()
-            signal.signal(number, before[signal.Signals(number)])
-
-        if threading.current_thread() is threading.main_thread():
-            for number in _STOPPING:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                    before[number] = signal.signal(number, stop)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _stop_by(self, number: int) -> None:
+        self.out.stopped = number
+        self.stop.set()
