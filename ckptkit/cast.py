@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -141,11 +142,10 @@ class Caster:
         if self._out.size < flat.size:
             self._out = np.empty(flat.size, self._out.dtype)
         out = self._out[: flat.size]
-        chunks = [(flat[start : start + CHUNK], out[start : start + CHUNK]) for start in range(0, flat.size, CHUNK)]
         if (self._source, self._target) == ("BF16", "F32"):  # no arithmetic: every value has its place, none is lost
-            for bits, wide in chunks:
-                _to_single(bits, "BF16", wide)
+            _to_single(flat, "BF16", out)
             return out.reshape(values.shape)
+        chunks = [(flat[start : start + CHUNK], out[start : start + CHUNK]) for start in range(0, flat.size, CHUNK)]
         with np.errstate(all="ignore"):
             for bits, cast in chunks:
                 self._cast(bits, cast)
@@ -200,8 +200,7 @@ class Caster:
 def _to_single(bits: Array, source: str, out: Array) -> None:
     """Write BF16 or F16 as F32, exactly."""
     if source == "BF16":
-        np.copyto(out, bits)
-        np.left_shift(out, 16, out=out)  # in place: a shift that casts on the way takes longer than the two
+        np.copyto(out.view(np.float32), bits.view(_bfloat16()))
         return
     # the half's bits, in place within a single's, stand for the value times 2**-112, subnormal or not
     np.copyto(out.view(np.int32), bits.view(np.int16))
@@ -211,6 +210,14 @@ def _to_single(bits: Array, source: str, out: Array) -> None:
     np.multiply(values, np.float32(2.0**112), out=values)
     if not (values.min() > -65536.0 and values.max() < 65536.0):  # where the half was inf or NaN
         out[np.abs(values) >= 65536.0] |= np.uint32(_FORMATS["F32"].inf)
+
+
+@cache
+def _bfloat16() -> np.dtype[Any]:
+    """Return numpy's dtype of bfloat16; what casts none does not wait for the import."""
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
 
 
 def _to_bf16(bits: Array, out: Array, scratch: Array) -> None:
