@@ -1,4 +1,4 @@
-"""Stream a plan with a few workers: jobs from one queue, the first error stops all.
+"""Stream a plan with a few workers: each does its part of the jobs, then helps the others; the first error stops all.
 
 When a value does not fit in a cast, the run goes on without writing, to tell of all such values. What does not live
 here: what a worker does with a job (`moves/`), where bytes go (`Sink`), what is made of what (`plan/`).
@@ -7,9 +7,12 @@ here: what a worker does with a job (`moves/`), where bytes go (`Sink`), what is
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from math import prod
 
 from ckptkit.cast import CastCount, overflow_error
@@ -18,7 +21,7 @@ from ckptkit.formats.io import FilePool, extents_digest
 from ckptkit.mapping.expr import leaves
 from ckptkit.moves import Run, Stopped, compare_promised, do_job
 from ckptkit.plan import jobs
-from ckptkit.plan.jobs import make_jobs
+from ckptkit.plan.jobs import Job, make_jobs
 from ckptkit.plan.plan import Plan
 
 
@@ -51,19 +54,20 @@ def execute(
             plan, sink, pool, digests, source_digests or {}, progress, jobs.TILES_BYTES // max(2, workers), skip_files
         )
         todo = [job for job in make_jobs(plan) if any(map(run.wants, job.outputs))]
-        queue = iter(todo)
+        parts = _parts(todo, max(1, min(workers, len(todo))))
         lock = threading.Lock()
 
-        def work() -> None:
+        def work(own: deque[Job]) -> None:
             buffer = memoryview(bytearray(jobs.BLOCK_BYTES))
             while not run.stop.is_set():
                 with lock:
-                    job = next(queue, None)
+                    part = own or max(parts, key=len)
+                    job = part.popleft() if part else None
                 if job is None:
                     return
                 do_job(run, job, buffer)
 
-        _run_workers(run, work, max(1, min(workers, len(todo))))
+        _run_workers(run, [partial(work, part) for part in parts])
         if run.digests and not run.overflow.is_set():
             _compare_rest(run, workers)
     if run.overflow.is_set():
@@ -99,7 +103,7 @@ def _compare_rest(run: Run, workers: int) -> None:
                 return
             compare_promised(run, info, extents_digest(info.file, info.extents, run.pool))
 
-    _run_workers(run, work, max(1, min(workers, len(rest))))
+    _run_workers(run, [work] * max(1, min(workers, len(rest))))
 
 
 def _overflow(run: Run) -> Exception:
@@ -115,9 +119,15 @@ def _overflow(run: Run) -> Exception:
     return overflow_error(found, target)
 
 
-def _run_workers(run: Run, work: Callable[[], None], count: int) -> None:
-    with ThreadPoolExecutor(count, thread_name_prefix="ckptkit") as threads:
-        futures = [threads.submit(work) for _ in range(count)]
+def _parts(todo: Sequence[Job], count: int) -> list[deque[Job]]:
+    """Return the jobs in parts of neighbours, one for each worker: each begins with files of its own."""
+    bounds = [len(todo) * number // count for number in range(count + 1)]
+    return [deque(todo[start:stop]) for start, stop in pairwise(bounds)]
+
+
+def _run_workers(run: Run, works: Sequence[Callable[[], None]]) -> None:
+    with ThreadPoolExecutor(len(works), thread_name_prefix="ckptkit") as threads:
+        futures = [threads.submit(work) for work in works]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:

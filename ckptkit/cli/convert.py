@@ -64,7 +64,12 @@ PlanFile = Annotated[Path | None, typer.Option("--plan", help="Write the plan as
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace DST, if it holds a result of ckptkit and nothing else.")
 ]
-Workers = Annotated[int, typer.Option("--workers", min=1, max=64, help="Threads that read and write.")]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers", min=1, max=64, help="Threads that read and write; without it 2, or 1 for a result of one file."
+    ),
+]
 NoDigest = Annotated[
     bool, typer.Option("--no-digest", help="Compute no digests: a little faster, and `check` cannot help.")
 ]
@@ -110,7 +115,7 @@ def convert_command(
     dry_run: DryRun = False,
     plan_file: PlanFile = None,
     overwrite: Overwrite = False,
-    workers: Workers = 2,
+    workers: Workers = None,
     no_digest: NoDigest = False,
     as_json: Json = False,
     no_progress: NoProgress = False,

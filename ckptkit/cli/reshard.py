@@ -80,7 +80,7 @@ def reshard_command(
     dry_run: DryRun = False,
     plan_file: PlanFile = None,
     overwrite: Overwrite = False,
-    workers: Workers = 2,
+    workers: Workers = None,
     no_digest: NoDigest = False,
     as_json: Json = False,
     no_progress: NoProgress = False,

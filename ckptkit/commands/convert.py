@@ -58,7 +58,7 @@ def convert(
     parallel: Parallel = WHOLE,
     dry_run: bool = False,
     overwrite: bool = False,
-    workers: int = 2,
+    workers: int | None = None,
     digests: bool = True,
     plan_file: str | Path | None = None,
     progress: Progress | None = None,

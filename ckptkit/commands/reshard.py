@@ -46,7 +46,7 @@ def reshard(
     no_optimizer: bool = False,
     dry_run: bool = False,
     overwrite: bool = False,
-    workers: int = 2,
+    workers: int | None = None,
     digests: bool = True,
     plan_file: str | Path | None = None,
     progress: Progress | None = None,

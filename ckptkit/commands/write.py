@@ -31,11 +31,15 @@ Progress = Callable[[int, int], Callable[[int], None]]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to run, apart from what to make: none of these changes a byte of the result's tensors."""
+    """How to run, apart from what to make: none of these changes a byte of the result's tensors.
+
+    Without `workers` there are two, or one where they would only wait for each other: the kernel lets one write to a
+    file at a time.
+    """
 
     dry_run: bool = False
     overwrite: bool = False
-    workers: int = 2
+    workers: int | None = None
     digests: bool = True
     plan_file: Path | None = None
 
@@ -48,7 +52,7 @@ def write_plan(
     folder = ResultFolder(dst, plan.digest(), options.overwrite, None if only is None else tuple(only))
     folder.check()
     allow_open_files(len(plan.files))
-    compare_replicas(plan, options.workers, progress)
+    compare_replicas(plan, options.workers or 2, progress)
     check_space(folder.target, plan.bytes_written - already_written(folder))
     folder.open()
     try:
@@ -59,7 +63,8 @@ def write_plan(
                 done = sink.finished_files()
                 done_bytes = sum(o.spec.num_bytes for o in plan.outputs if o.file in done)
                 outcome = execute(
-                    plan, sink, workers=options.workers, digests=options.digests, skip_files=done,
+                    plan, sink, workers=options.workers or min(2, len(plan.files)), digests=options.digests,
+                    skip_files=done,
                     source_digests=source.promised_digests,
                     progress=progress(plan.tensor_bytes, done_bytes) if progress else lambda _: None,
                 )  # fmt: skip
