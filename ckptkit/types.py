@@ -198,6 +198,13 @@ def total_bytes(tensors: Iterable[TensorSpec | TensorInfo]) -> int:
     return sum(number * prod(shape) * _ITEM_BYTES[dtype] for (shape, dtype), number in kinds.items())
 
 
+def sizes_of(tensors: Iterable[TensorSpec | TensorInfo]) -> list[int]:
+    """Return the bytes of each tensor; each dtype and shape is multiplied out once."""
+    kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
+    known = {kind: prod(kind[0]) * _ITEM_BYTES[kind[1]] for kind in set(kinds)}
+    return [known[kind] for kind in kinds]
+
+
 def contiguous_runs(shape: Shape, region: Region) -> Iterator[tuple[int, int]]:
     """Yield (first element, count) of each run of `region` that is contiguous in a C-order tensor of `shape`."""
     extent = region.shape

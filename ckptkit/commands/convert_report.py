@@ -21,20 +21,23 @@ from ckptkit.plan.plan import Plan
 from ckptkit.quantities import numbers_text
 from ckptkit.report import Report, fold_names, human_bytes, listed
 
+_WEIGHTS = ("F16", "F32", "F64", "BF")  # how the dtypes begin that a model's weights have
+
 
 def dtype_notes(plan: Plan) -> Iterator[str]:
     """Yield a note for each dtype of the result that a model's weights do not have unless they are quantised.
 
     Tensors that a cast left alone are in the report already, with their dtype; training state is no weight.
     """
-    names = {output.spec.name for output in plan.outputs}
-    passed = {fate.name for fate in plan.kept} | {name for name in names if _is_state_beside(name, names)}
-    for dtype, number in Counter(o.spec.dtype for o in plan.outputs if o.spec.name not in passed).items():
+    odd = [o.spec for o in plan.outputs if not o.spec.dtype.startswith(_WEIGHTS)]
+    names = {output.spec.name for output in plan.outputs} if odd else set()
+    passed = {fate.name for fate in plan.kept} | {spec.name for spec in odd if _is_state_beside(spec.name, names)}
+    for dtype, number in Counter(spec.dtype for spec in odd if spec.name not in passed).items():
         what = f"{number} tensors are {dtype}" if number > 1 else f"1 tensor is {dtype}"
         if dtype.startswith("F8_"):
             unknown = ", a dtype that MindSpore does not have" if plan.facts["to"]["dialect"] != "hf" else ""
             yield f"{what}{unknown}: the scales of FP8 weights are not applied"
-        elif not dtype.startswith(("F", "BF")):
+        else:
             yield f"{what}, where a model has floating-point weights: if they are quantised, no scale is applied"
 
 

@@ -19,7 +19,7 @@ from ckptkit.formats.bin_beside import notes_on_bin
 from ckptkit.formats.folder import HF_INDEX, NAME_MAP, file_names, is_index, is_weight, select, with_notes
 from ckptkit.formats.mindformers_folder import refuse_beside_iterations
 from ckptkit.formats.weight_map import WeightMap, apply_map, find_files, read_weight_map
-from ckptkit.types import TensorInfo, TensorSpec
+from ckptkit.types import TensorInfo, TensorSpec, sizes_of
 
 HF = "hf"
 MINDSPORE_SAFETENSORS = "mindspore-safetensors"
@@ -201,7 +201,7 @@ def lay_out_checkpoint(
     apart = [spec for spec in specs if spec.name in state] if kind == HF and state else []
     if apart:
         specs = [spec for spec in specs if spec.name not in state]
-    sizes = [spec.num_bytes for spec in specs]
+    sizes = sizes_of(specs)
     shards = _shards(specs, sizes, max_shard_bytes)
     if kind == MINDSPORE_SAFETENSORS:
         named: dict[str, Sequence[TensorSpec]] = {
@@ -211,7 +211,7 @@ def lay_out_checkpoint(
         return [safetensors.lay_out(name, shard, {"format": "ms"}) for name, shard in named.items()], small
     named, small = name_shards(shards, sum(sizes))
     if apart:
-        shards = _shards(apart, [spec.num_bytes for spec in apart], max_shard_bytes)
+        shards = _shards(apart, sizes_of(apart), max_shard_bytes)
         total = len(shards)
         named |= {f"{STATE}/{_state_file(n, total)}": shard for n, shard in enumerate(shards, start=1)}
     return [safetensors.lay_out(name, shard, {"format": "pt"}) for name, shard in named.items()], small

@@ -14,7 +14,7 @@ from pathlib import Path
 from ckptkit.errors import CorruptError, CoverageError
 from ckptkit.formats import files
 from ckptkit.formats.base import FileIndex
-from ckptkit.types import TensorInfo
+from ckptkit.types import TensorInfo, total_bytes
 
 ABSENT = object()
 
@@ -146,7 +146,7 @@ def _stale_note(weights: WeightMap, stale: Sequence[str]) -> list[str]:
 
 def _size_note(weights: WeightMap, tensors: Mapping[str, TensorInfo]) -> list[str]:
     """Return a note if the stated total size is missing or wrong; it is only a counter."""
-    found = sum([tensor.num_bytes for tensor in tensors.values()])
+    found = total_bytes(tensors.values())
     stated = weights.total_size
     if stated is ABSENT:
         return [f"`{weights.file.name}` states no total_size; the tensors have {found} bytes"]

@@ -33,7 +33,7 @@ def add_state(source: RuleSet, target: RuleSet, stored: Mapping[str, TensorInfo]
     heads = {name.partition(".")[0] + "." for name in stored}
     prefixes = [prefix for prefix in PREFIXES if prefix in heads]
     both = {name: _identity(info.spec, _OWN) for name, info in stored.items() if is_counter(name)}
-    for rule in source.rules:
+    for rule in source.rules if both else ():
         both.pop(rule.target, None)  # a table may well have a tensor of that name
     if not prefixes and not both:
         return source, target

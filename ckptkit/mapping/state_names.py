@@ -74,7 +74,7 @@ def parameter_of(name: str) -> str | None:
 
 def is_counter(name: str) -> bool:
     """Tell whether `name` is training state of no parameter: a step, a rate, a loss scale."""
-    return name in _COUNTERS or _NUMBERED.fullmatch(name) is not None
+    return "." not in name and (name in _COUNTERS or _NUMBERED.fullmatch(name) is not None)
 
 
 def is_state(name: str) -> bool:

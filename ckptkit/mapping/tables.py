@@ -116,7 +116,7 @@ class Tables:
 
         Tables with equal names (another order inside fused tensors) fit equally and are all returned.
         """
-        counts = Counter(names.skeleton(name) for name in tensors)
+        counts = Counter(names.skeletons(tensors))
         families = [family] if family is not None else [self.family(name) for name in self.families()]
         found = []
         for candidate in families:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -43,8 +44,9 @@ def copy_batch(run: Run, numbers: Sequence[int], buffer: memoryview) -> None:
     for info in infos:
         start, done = done, done + info.extents[0].size
         blocks.append(buffer[start:done])
-    for file, group in groupby(zip(infos, blocks, strict=True), key=lambda pair: pair[0].file):
-        run.pool.pread_joined(file, [(info.extents[0].offset, block) for info, block in group])
+    pieces = [(info.file, (info.extents[0].offset, block)) for info, block in zip(infos, blocks, strict=True)]
+    for file, group in groupby(pieces, key=itemgetter(0)):
+        run.pool.pread_joined(file, [piece for _, piece in group])
     digests = [xxhash.xxh3_128_hexdigest(block) for block in blocks] if run.digests else [None] * len(blocks)
     if run.source_digests:
         for info, digest in zip(infos, digests, strict=True):
