@@ -120,6 +120,8 @@ def main() -> NoReturn:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _stop)
     code = run(sys.argv[1:])
+    for number in STOPPED:  # all is done and said; the interpreter's own end has no place for an exception
+        signal.signal(number, signal.SIG_IGN)
     try:
         sys.stdout.flush()
     except OSError:  # else python tries again, and ends with a code of its own

@@ -7,6 +7,7 @@ run need. The schedule is squeezed into the trial's updates, so that the learnin
 from __future__ import annotations
 
 import shutil
+import signal
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -104,6 +105,8 @@ def try_out(config: TrainConfig, origin: Callable[[], Origin], say: Callable[[st
             kept[name] = digest_of(array)
 
         out = train(smaller, origin, Choices(share=SHARE), say, at_end=keep)
+        if out.stopped is not None:  # half a trial has no answers, and nothing of it stays
+            signal.raise_signal(out.stopped)
         return _found(config, smaller, out, folder, kept)
 
 

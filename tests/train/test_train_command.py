@@ -247,6 +247,25 @@ def test_ctrl_c_saves_as_sigterm_does(tmp_path: Path, model: Path, corpus: Path)
     assert len(list((tmp_path / "run").glob("step-*"))) == 1
 
 
+def test_a_trial_that_is_stopped_has_no_answers(tmp_path: Path, model: Path, corpus: Path) -> None:
+    config = make_config(tmp_path, model, corpus, schedule={"total_steps": 5000})
+    process = subprocess.Popen([*command(config), "--smoke"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    while "      2 " not in process.stderr.readline():  # the table's row of the second update
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    said, more = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM and "terminated" in more and "trial of" not in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "corpus.jsonl", "model"]
+
+
+def test_a_signal_after_the_last_word_changes_nothing() -> None:
+    end = "import atexit, os, signal, sys; atexit.register(os.kill, os.getpid(), signal.SIGTERM)"
+    script = f"{end}; sys.argv = ['ckptkit', '--version']; from ckptkit.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("ckptkit ")
+
+
 def test_a_held_out_loss_that_is_no_number_is_never_the_best(tmp_path: Path, corpus: Path) -> None:
     """One token of the held-out set has NaN for its embedding; training, which never meets it, goes on and saves."""
     model = make_model(tmp_path / "model", tie_word_embeddings=False)
