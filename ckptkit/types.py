@@ -7,7 +7,6 @@ a *carrier*: the unsigned numpy integer of the same width, in which elements tra
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -193,9 +192,8 @@ class TensorLayout:
 
 
 def total_bytes(tensors: Iterable[TensorSpec | TensorInfo]) -> int:
-    """Return the bytes of all tensors; each dtype and shape is multiplied out once."""
-    kinds = Counter([(tensor.shape, tensor.dtype) for tensor in tensors])
-    return sum(number * prod(shape) * _ITEM_BYTES[dtype] for (shape, dtype), number in kinds.items())
+    """Return the bytes of all tensors."""
+    return sum(sizes_of(tensors))
 
 
 def sizes_of(tensors: Iterable[TensorSpec | TensorInfo]) -> list[int]:
