@@ -79,45 +79,26 @@ class FilePool:
             self._give_back(handle)
 
     def pread_blocks(
-        self, path: Path, extents: Iterable[Extent], buffer: memoryview
+        self, path: Path, extents: Iterable[Extent], buffer: memoryview, *, position: int = 0
     ) -> Generator[memoryview, None, None]:
         """Yield the bytes of `extents`, in order, as blocks that lie in `buffer` until the next one is asked for.
 
-        Every extent begins a new block. Whoever may stop halfway must close the iterator. The errors are those of
+        Every extent begins a new block. The others begin at multiples of the buffer's length, counted as if the
+        first byte were at `position`. Whoever may stop halfway must close the iterator. The errors are those of
         `pread_into`.
         """
         handle = self._take(path)
         try:
             for offset, size in extents:
-                for start in range(0, size, len(buffer)):
-                    block = buffer[: size - start]
-                    _fill(path, handle.descriptor, offset + start, block)
+                done = 0
+                while done < size:
+                    block = buffer[: min(size - done, len(buffer) - position % len(buffer))]
+                    _fill(path, handle.descriptor, offset + done, block)
                     yield block
+                    done += len(block)
+                    position += len(block)
         finally:
             self._give_back(handle)
-
-    def copy_to(self, path: Path, extent: Extent, target: int, offset: int) -> bool:
-        """Have the kernel copy `extent` to byte `offset` of the open file `target`; False where it does not.
-
-        What it has against it, reading and writing say better. Raises CorruptError when the file ends before that.
-        """
-        if not hasattr(os, "copy_file_range"):
-            return False
-        handle = self._take(path)
-        try:
-            done = 0
-            while done < extent.size:
-                count = os.copy_file_range(
-                    handle.descriptor, target, extent.size - done, extent.offset + done, offset + done
-                )
-                if not count:
-                    raise _shrank(path, extent.offset + done, extent.size - done)
-                done += count
-        except OSError:
-            return False
-        finally:
-            self._give_back(handle)
-        return True
 
     def _take(self, path: Path) -> _Handle:
         with self._changed:

@@ -13,7 +13,6 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import xxhash
 
@@ -103,18 +102,6 @@ class FileSink:
                     _pwrite_pieces(fd, data, offset, extents)
         except OSError as error:
             raise disk_error(error, self._folder.partial / self._files[number].name) from error
-
-    def copy(self, output: int, offset: int, path: Path, extent: Extent, pool: FilePool) -> bool:
-        """Have the kernel copy `extent` of a file to byte `offset` of output number `output`; False where it does not.
-
-        A file system that can share blocks between files may then copy nothing at all.
-        """
-        if len(self._extents[output]) > 1:
-            return False
-        number = self._outputs[output][1]
-        fd = self._fd(number)
-        with self._open[number].turn:
-            return pool.copy_to(path, extent, fd, self._extents[output][0].offset + offset)
 
     def put_batch(self, outputs: Sequence[int], data: memoryview, digests: Sequence[str | None]) -> None:
         """Write the whole bytes of `outputs`, neighbours in one file, and note that they are complete."""

@@ -10,28 +10,14 @@ from collections.abc import Sequence
 from contextlib import closing
 from itertools import groupby
 from operator import itemgetter
-from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import xxhash
 
-from ckptkit.formats.io import FilePool
 from ckptkit.moves.run import Promises, Run, Stopped, compare_promised
 from ckptkit.plan.jobs import copied
 from ckptkit.plan.plan import OutputTensor
-from ckptkit.plan.ranges import Range
-from ckptkit.types import DTYPES, Extent, Region
-
-KERNEL_BYTES = 4 << 20  # what the kernel copies at a time, when nobody needs to see the bytes
-
-
-@runtime_checkable
-class CopySink(Protocol):
-    """A sink that can have the kernel copy from file to file."""
-
-    def copy(self, output: int, offset: int, path: Path, extent: Extent, pool: FilePool) -> bool:
-        """Take `extent` of a file at byte `offset` of output number `output`; False where that cannot be."""
+from ckptkit.types import DTYPES, Region, item_bytes
 
 
 def copy_batch(run: Run, numbers: Sequence[int], buffer: memoryview) -> None:
@@ -77,27 +63,30 @@ def _place(output: OutputTensor) -> tuple[int, ...]:
 
 
 def _copy_one(run: Run, group: Sequence[int], promises: Promises, buffer: memoryview) -> None:
-    """Copy one region into the outputs `group`, cast or not."""
+    """Copy one region into the outputs `group`, cast or not, in blocks that `aligned_blocks` tells of."""
     first = run.plan.outputs[group[0]]
     parts = copied(first)
     assert parts is not None
     caster = run.caster(group[0])
     carrier = np.dtype(DTYPES[first.moved_as].carrier)
+    before, after = (1, 1) if caster is None else (item_bytes(first.moved_as), item_bytes(first.spec.dtype))
+    buffer = buffer[: len(buffer) * before // max(before, after)]
+    place = run.place(group[0])
+    place = place // after * before if place % after == 0 else 0
     state = xxhash.xxh3_128() if run.digests else None
-    is_plain = state is None and caster is None
-    if is_plain and isinstance(run.sink, CopySink) and _copy_in_kernel(run, run.sink, group, parts):
-        return
     is_whole = caster is None and len(parts) == 1 and parts[0].size == parts[0].info.num_bytes
     done = 0
     for part in parts:
+        is_promised = not is_whole and promises.wants(part.info)
         position = part.start
-        with closing(run.pool.pread_blocks(part.info.file, part.extents(), buffer)) as blocks:
+        here = place + done // after * before
+        with closing(run.pool.pread_blocks(part.info.file, part.extents(), buffer, position=here)) as blocks:
             for block in blocks:
-                if not is_whole:
+                if is_promised:
                     promises.saw(part.info, position, block)
-                position += len(block)
+                    position += len(block)
                 data = block if caster is None else run.cast(caster, np.frombuffer(block, carrier)).data.cast("B")
-                if not any(map(run.wants, group)):
+                if run.overflow.is_set() and not any(map(run.wants, group)):
                     return
                 run.put(group, state, done, data)
                 done += len(data)
@@ -108,22 +97,3 @@ def _copy_one(run: Run, group: Sequence[int], promises: Promises, buffer: memory
         compare_promised(run, parts[0].info, digest)
     for number in group:
         run.finish(number, digest)
-
-
-def _copy_in_kernel(run: Run, sink: CopySink, group: Sequence[int], parts: Sequence[Range]) -> bool:
-    """Copy a region that is neither hashed nor cast; False where the kernel does not, perhaps after a part of it."""
-    done = 0
-    for part in parts:
-        for offset, size in part.extents():
-            for start in range(0, size, KERNEL_BYTES):
-                extent = Extent(offset + start, min(KERNEL_BYTES, size - start))
-                for number in group:
-                    if run.writes(number) and not sink.copy(number, done, part.info.file, extent, run.pool):
-                        return False
-                done += extent.size
-                if run.stop.is_set():
-                    raise Stopped
-    for number in group:
-        run.advance(number, done)
-        run.finish(number, None)
-    return True

@@ -20,7 +20,7 @@ from ckptkit.cast import Caster
 from ckptkit.formats.base import Sink
 from ckptkit.formats.io import read_region
 from ckptkit.mapping.expr import Expr, Leaf, evaluate
-from ckptkit.moves.run import Promises, Run, Stopped
+from ckptkit.moves.run import Promises, Run, Stopped, aligned_blocks
 from ckptkit.plan import jobs
 from ckptkit.plan.jobs import Job, Making, makings, tile_shapes, tiles
 from ckptkit.plan.ranges import boxes
@@ -44,6 +44,7 @@ class _Target:
     state: xxhash.xxh3_128 | None
     caster: Caster | None
     shape: Shape
+    place: int  # where in its file the first output begins
     as_regions: bool  # the sink is a RegionSink
 
 
@@ -93,8 +94,9 @@ def _targets(run: Run, making: Making, tile: Shape) -> list[_Target]:
     in_order = jobs.in_order(making.hull.shape, tile)
     as_regions = isinstance(run.sink, RegionSink)
     for region, numbers in making.targets:
+        first = numbers[0]
         state = xxhash.xxh3_128() if run.digests and in_order else None
-        found.append(_Target(region, numbers, state, run.caster(numbers[0]), region.shape, as_regions))
+        found.append(_Target(region, numbers, state, run.caster(first), region.shape, run.place(first), as_regions))
     return found
 
 
@@ -194,7 +196,7 @@ def _put_tile(sink: Sink, number: int, target: _Target, region: Region, array: N
     size = array.itemsize
     done = 0
     for first, count in contiguous_runs(target.shape, region):
-        for start in range(0, count * size, jobs.BLOCK_BYTES):  # writes of 1 MiB cost the kernel twice as much
-            block = data[done : done + min(count * size - start, jobs.BLOCK_BYTES)]
-            sink.put(number, first * size + start, block)
-            done += len(block)
+        offset = first * size
+        for start, stop in aligned_blocks(target.place + offset, count * size):
+            sink.put(number, offset + start, data[done + start : done + stop])
+        done += count * size

@@ -1,9 +1,9 @@
 """Cut a plan into jobs for workers, and the tensors of a job into tiles.
 
 A job is a tensor that is copied (for all the ranks that hold parts of it), a batch of small ones that lie side by side
-in their file, or one or more outputs that are made tile by tile: more than one where they are parts of one fused
-tensor, or ranks' parts of one tensor's rows, made in step so that each byte is read once. What does not live here:
-doing the jobs (`moves.py`).
+in their file, outputs whose rows are pieces of others', or one or more outputs that are made tile by tile: more than
+one where they are parts of one fused tensor, or ranks' parts of one tensor's rows, made in step so that each byte is
+read once. What does not live here: doing the jobs (`moves/`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 
 from ckptkit.errors import UsageError
 from ckptkit.mapping.expr import Expr, Leaf, aligned, granules, leaves, pull
+from ckptkit.plan.columns import columns
 from ckptkit.plan.plan import OutputTensor, Plan
 from ckptkit.plan.ranges import Range, ranges
 from ckptkit.types import Region, Shape, TensorInfo, item_bytes
@@ -29,9 +30,9 @@ SMALL_BYTES = 32 << 10  # below this the cost of a tensor is that of its calls, 
 @dataclass(slots=True)
 class Job:
     """Outputs by number. `how`: `batch` (copies, small, side by side in their file), `ranges` (copies of byte ranges,
-    of one tensor), or `tiles` (made in step)."""
+    of one tensor), `columns` (copies of pieces of rows), or `tiles` (made in step)."""
 
-    how: Literal["batch", "ranges", "tiles"]
+    how: Literal["batch", "ranges", "columns", "tiles"]
     outputs: list[int]
 
 
@@ -69,11 +70,14 @@ def make_jobs(plan: Plan) -> list[Job]:
         start, size = place[0]
         if start != batch_end or file != batch_file or size > batch_room:
             jobs[number] = batch = Job("batch", [])
-            batch_file, batch_room = file, BLOCK_BYTES
+            batch_file, batch_room = file, BLOCK_BYTES - start % BLOCK_BYTES
         batch.outputs.append(number)
         batch_end, batch_room = start + size, batch_room - size
     for numbers in cut.values():
         jobs.update(_jobs_of_regions(plan, numbers))
+    for job in jobs.values():
+        if job.how == "tiles" and columns([plan.outputs[number] for number in job.outputs]) is not None:
+            job.how = "columns"
     return list(jobs.values())
 
 

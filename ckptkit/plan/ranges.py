@@ -1,8 +1,8 @@
 """A region whose bytes are byte ranges of source tensors one after another: a copy, whatever was cut or joined.
 
 A rank's part of a tensor that is cut on its first axis is one range of it; a tensor joined from such parts is one
-range after another. Anything else has no ranges and is made in tiles: of boxes of source tensors side by side, where
-it is cut or joined on a later axis. What does not live here: copying, and making tiles (`moves/`).
+range after another. Anything else has no ranges: it is boxes of source tensors side by side, where it is cut or joined
+on a later axis, or made by other ops. What does not live here: rows of such boxes (`columns.py`), copying (`moves/`).
 """
 
 from __future__ import annotations

@@ -295,13 +295,19 @@ def test_no_call_fills_more_views_than_the_system_takes(tmp_path: Path) -> None:
     assert data == BYTES[: len(data)]
 
 
-def test_blocks_are_the_bytes_of_the_extents_in_order(file: Path) -> None:
-    buffer = memoryview(bytearray(8))
+@pytest.mark.parametrize(
+    ("position", "ends"),
+    [
+        (0, [(3, 11), (11, 19), (19, 23), (40, 44), (44, 48)]),
+        (5, [(3, 6), (6, 14), (14, 22), (22, 23), (40, 47), (47, 48)]),
+    ],
+)
+def test_blocks_are_the_bytes_of_the_extents_in_order(file: Path, position: int, ends: list[tuple[int, int]]) -> None:
+    """They begin at multiples of the buffer's length, as counted from `position`, and where an extent does."""
+    buffer, extents = memoryview(bytearray(8)), [Extent(3, 20), Extent(50, 0), Extent(40, 8)]
     with FilePool() as pool:
-        blocks = [
-            bytes(block) for block in pool.pread_blocks(file, [Extent(3, 20), Extent(50, 0), Extent(40, 8)], buffer)
-        ]
-    assert blocks == [BYTES[3:11], BYTES[11:19], BYTES[19:23], BYTES[40:48]]
+        blocks = [bytes(block) for block in pool.pread_blocks(file, extents, buffer, position=position)]
+    assert blocks == [BYTES[start:stop] for start, stop in ends]
 
 
 def test_blocks_that_nobody_asks_for_any_more_let_go_of_their_file(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,10 @@ def as_wholes(joined: Joined) -> list[OutputTensor]:
 
 
 def placed(wholes: list[OutputTensor], layout: Layout) -> Plan:
-    def lay_out(rank: int, specs: object) -> OutputFile:
-        return OutputFile(f"rank_{rank}/f", 0, (), {})
+    def lay_out(rank: int, specs: Sequence[TensorSpec]) -> OutputFile:
+        ends = list(accumulate([spec.num_bytes for spec in specs], initial=10 + rank))
+        extents = {spec.name: (Extent(end, spec.num_bytes),) for spec, end in zip(specs, ends, strict=False)}
+        return OutputFile(f"rank_{rank}/f", ends[-1], (), extents)
 
     placement = place_on_ranks(wholes, layout, lay_out, parameter_of=lambda _: None, on_every_rank=lambda _: False)
     return Plan(placement.outputs, placement.files, {}, (), (), (), (), (), {}, links=placement.links)
