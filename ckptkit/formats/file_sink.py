@@ -59,6 +59,7 @@ class FileSink:
         for file, count in Counter([file for _, file in outputs]).items():
             self._open[file].waiting = count
         self._extents = [files[file].extents[name] for name, file in outputs]
+        self._states = [self._open[file] for _, file in outputs]
 
     @property
     def digests(self) -> list[Mapping[str, str]]:
@@ -91,17 +92,17 @@ class FileSink:
 
         Threads take turns at a file: the kernel lets one write at a time, and the others would spin, not sleep.
         """
-        number = self._outputs[output][1]
-        fd = self._fd(number)
-        extents = self._extents[output]
+        state, extents = self._states[output], self._extents[output]
+        fd = state.fd if state.fd >= 0 else self._fd(self._outputs[output][1])
         try:
-            with self._open[number].turn:
+            with state.turn:
                 if len(extents) == 1:
                     _pwrite(fd, data, extents[0].offset + offset)
                 else:
                     _pwrite_pieces(fd, data, offset, extents)
         except OSError as error:
-            raise disk_error(error, self._folder.partial / self._files[number].name) from error
+            path = self._folder.partial / self._files[self._outputs[output][1]].name
+            raise disk_error(error, path) from error
 
     def put_batch(self, outputs: Sequence[int], data: memoryview, digests: Sequence[str | None]) -> None:
         """Write the whole bytes of `outputs`, neighbours in one file, and note that they are complete."""

@@ -14,7 +14,7 @@ from operator import itemgetter
 import numpy as np
 import xxhash
 
-from ckptkit.moves.run import Promises, Run, Stopped, compare_promised
+from ckptkit.moves.run import TELL_BYTES, Promises, Run, compare_promised
 from ckptkit.plan.jobs import copied
 from ckptkit.plan.plan import OutputTensor
 from ckptkit.types import DTYPES, Region, item_bytes
@@ -75,7 +75,8 @@ def _copy_one(run: Run, group: Sequence[int], promises: Promises, buffer: memory
     place = place // after * before if place % after == 0 else 0
     state = xxhash.xxh3_128() if run.digests else None
     is_whole = caster is None and len(parts) == 1 and parts[0].size == parts[0].info.num_bytes
-    done = 0
+    put, written = run.sink.put, [number for number in group if run.writes(number)]
+    done = told = 0
     for part in parts:
         is_promised = not is_whole and promises.wants(part.info)
         position = part.start
@@ -86,12 +87,18 @@ def _copy_one(run: Run, group: Sequence[int], promises: Promises, buffer: memory
                     promises.saw(part.info, position, block)
                     position += len(block)
                 data = block if caster is None else run.cast(caster, np.frombuffer(block, carrier)).data.cast("B")
-                if run.overflow.is_set() and not any(map(run.wants, group)):
-                    return
-                run.put(group, state, done, data)
+                if caster is not None and run.overflow.is_set():
+                    written = []
+                if state is not None:
+                    state.update(data)
+                for number in written:
+                    put(number, done, data)
                 done += len(data)
-                if run.stop.is_set():
-                    raise Stopped
+                if done - told >= TELL_BYTES:
+                    if not run.tell(group, done - told):
+                        return
+                    told = done
+    run.tell(group, done - told)
     digest = state.hexdigest() if state is not None else None
     if is_whole:
         compare_promised(run, parts[0].info, digest)

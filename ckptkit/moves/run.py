@@ -18,6 +18,8 @@ from ckptkit.plan import jobs
 from ckptkit.plan.plan import Plan
 from ckptkit.types import TensorInfo
 
+TELL_BYTES = 4 << 20  # of an output are done before `Run.tell` is asked again
+
 
 @dataclass(slots=True)
 class Run:
@@ -68,19 +70,18 @@ class Run:
             self.overflow.set()
         return result
 
-    def put(self, group: Sequence[int], state: xxhash.xxh3_128 | None, offset: int, data: memoryview) -> None:
-        """Give the next bytes of equal outputs to the sink, and to their digest."""
-        if state is not None:
-            state.update(data)
-        for number in group:
-            if self.writes(number):
-                self.sink.put(number, offset, data)
-            self.advance(number, len(data))
+    def tell(self, numbers: Sequence[int], count: int) -> bool:
+        """Tell of `count` bytes done of each output; say whether there is more to do for any of them.
 
-    def advance(self, number: int, count: int) -> None:
-        """Tell of bytes done."""
-        if self.plan.outputs[number].file not in self.skip_files:
-            self.progress(count)
+        Raises Stopped when another worker failed. With two workers each object that Python touches costs much more
+        than with one, as it moves between the processors' caches: so this is asked now and then, not for each block.
+        """
+        for number in numbers:
+            if self.plan.outputs[number].file not in self.skip_files:
+                self.progress(count)
+        if self.stop.is_set():
+            raise Stopped
+        return not self.overflow.is_set() or any(map(self.wants, numbers))
 
     def finish(self, number: int, digest: str | None) -> None:
         if self.writes(number):
@@ -91,17 +92,15 @@ class Stopped(Exception):
     """Another worker failed, or the user interrupted: leave at the next block."""
 
 
-def aligned_blocks(place: int, size: int, block_bytes: int | None = None) -> Iterator[tuple[int, int]]:
+def aligned_blocks(place: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of the blocks in which `size` bytes should be written from byte `place` of a file on.
 
-    They end at multiples of `block_bytes` (default: `jobs.BLOCK_BYTES`) in the file: the kernel then keeps each in one
-    piece of its cache, and takes up to a quarter less time to copy it there and to write it out. Writes of 1 MiB cost
-    it twice as much.
+    They end at multiples of `jobs.BLOCK_BYTES` in the file: the kernel then keeps each in one piece of its cache, and
+    takes up to a quarter less time to copy it there and to write it out. Writes of 1 MiB cost it twice as much.
     """
-    block_bytes = block_bytes or jobs.BLOCK_BYTES
     start = 0
     while start < size:
-        stop = min(size, start + block_bytes - (place + start) % block_bytes)
+        stop = min(size, start + jobs.BLOCK_BYTES - (place + start) % jobs.BLOCK_BYTES)
         yield start, stop
         start = stop
 

@@ -20,7 +20,7 @@ from ckptkit.cast import Caster
 from ckptkit.formats.base import Sink
 from ckptkit.formats.io import read_region
 from ckptkit.mapping.expr import Expr, Leaf, evaluate
-from ckptkit.moves.run import Promises, Run, Stopped, aligned_blocks
+from ckptkit.moves.run import Promises, Run, aligned_blocks
 from ckptkit.plan import jobs
 from ckptkit.plan.jobs import Job, Making, makings, tile_shapes, tiles
 from ckptkit.plan.ranges import boxes
@@ -68,8 +68,6 @@ def make_tiles(run: Run, job: Job) -> None:
                 _put_part(run, target, region, array, read.scratch)
             if not any(map(run.wants, job.outputs)):
                 return
-            if run.stop.is_set():
-                raise Stopped
     read.promises.compare()
     for target in (target for own in targets for target in own):
         for number in target.numbers:
@@ -118,7 +116,7 @@ def _put_part(run: Run, target: _Target, region: Region, array: NDArray[Any], sc
     for number in target.numbers:
         if run.writes(number):
             _put_tile(run.sink, number, target, own, values)
-        run.advance(number, values.nbytes)
+    run.tell(target.numbers, values.nbytes)
 
 
 class _Scratch:
