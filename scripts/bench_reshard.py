@@ -39,6 +39,7 @@ from bench_sections import (
 from benchlib import MIB, Goal, Measured, Subject, ratio
 
 PEER = "mindspore"
+ONE_WORKER = f"{NO_DIGEST} --workers 1"
 QWEN3_LAYOUT = ("--pp", "8", "--mp", "4", "--ep", "8")
 QWEN3_RANKS = 64
 
@@ -58,11 +59,12 @@ def step(context: Context, title: str, before: int, after: int, least: float | N
     big, model, tiny_hf = _inputs(context, by_three=after % 3 == 0)
     source = _sharded(context, big, "--mp", str(before))
     tiny = _sharded(context, tiny_hf, "--mp", str(before))
-    layout = ("--mp", str(after))
+    layout, alone = ("--mp", str(after)), ("--no-digest", "--workers", "1")
     copy, sync = 'cp -r "$1" "$2"', 'find "$2" -type f -exec sync {} +'
     subjects = [
         Subject(OURS, "fsyncs; xxh3-128 of both sides", reshard(*layout), source, tiny, model.num_bytes),
         Subject(NO_DIGEST, "fsyncs", reshard(*layout, "--no-digest"), source, tiny, model.num_bytes),
+        Subject(ONE_WORKER, "one thread, as cp has", reshard(*layout, *alone), source, tiny, model.num_bytes),
         Subject(START, "the same command on a tiny model", reshard(*layout), tiny, tiny),
         Subject(CP, "no fsync", shell(copy), source, tiny, model.num_bytes),
         Subject(CP_SYNC, "fsyncs", shell(f"{copy} && {sync}"), source, tiny, model.num_bytes),
@@ -76,10 +78,11 @@ def step(context: Context, title: str, before: int, after: int, least: float | N
 def step_goals(results: Sequence[Measured], num_slices: int, least: float | None) -> list[Goal]:
     """Return the figures of a step; `the step itself` is the CPU time without start-up."""
     cpu = {result.name: result.values("cpu_s") for result in results}
-    net = {name: less(cpu[name], cpu[START]) for name in (OURS, NO_DIGEST)}
+    net = {name: less(cpu[name], cpu[START]) for name in (OURS, NO_DIGEST, ONE_WORKER)}
     anonymous = next(result.values("anonymous_bytes") for result in results if result.name == OURS)
     return [
         Goal("speed of the step itself, no digests, over cp + sync", ratio(cpu[CP_SYNC], net[NO_DIGEST]), least),
+        Goal("the same, no digests, one worker, over cp + sync", ratio(cpu[CP_SYNC], net[ONE_WORKER]), least),
         Goal("speed of the step itself, digests, over cp + sync", ratio(cpu[CP_SYNC], net[OURS]), least),
         Goal("the same, no digests, over cp that does not fsync", ratio(cpu[CP], net[NO_DIGEST])),
         Goal("the same, digests, over cp that does not fsync", ratio(cpu[CP], net[OURS])),
