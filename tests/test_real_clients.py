@@ -61,7 +61,10 @@ WAYS = {
     "qkv ckpt": Way((*QKV, "--format", "ckpt"), qkv_concat=True),
     "qkv safetensors": Way(QKV, "mindformers", qkv_concat=True),
 }
-GOOD = [f"{model} / {way}" for model in MODELS for way in WAYS]
+IN_EVERY_WAY = ("llama", "qwen2")
+GOOD = [
+    f"{model} / {way}" for model in MODELS for way in (WAYS if model in IN_EVERY_WAY else ("ckpt", "qkv safetensors"))
+]
 SMOLLM2 = [f"smollm2 / {way}" for way in ("ckpt", "safetensors", "qkv safetensors")]
 
 

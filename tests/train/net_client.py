@@ -16,6 +16,7 @@ from ckptkit.memory import peak_bytes
 from ckptkit.train.processors import stay_clear
 
 NONE: frozenset[int] = frozenset()
+CONTROLS = ("llama", "qwen2", "qwen3_moe")  # compared with a network of another eps, too
 KINDS = (
     "llama", "llama tied", "llama biases", "llama wide heads", "llama linear", "llama dynamic", "llama3", "mistral",
     "mistral window", "qwen2", "qwen2 window", "qwen3", "qwen3_moe", "qwen3_moe not normed", "qwen3_moe dense layer",
@@ -27,9 +28,12 @@ MODELS: dict[str, Config] = {
 }
 
 
-def families(*names: str) -> dict[str, dict[str, Any]]:
+def families() -> dict[str, dict[str, Any]]:
     """Return, for each model, how far logits and gradients are from transformers', and logits from the verifier's."""
-    return {name: _against_torch(MODELS[name]) for name in names or MODELS}
+    found = {name: _against_torch(MODELS[name]) for name in MODELS}
+    for name in CONTROLS:
+        found[name].update(_of_another_eps(MODELS[name]))
+    return found
 
 
 def _against_torch(config: Config) -> dict[str, Any]:
@@ -38,7 +42,6 @@ def _against_torch(config: Config) -> dict[str, Any]:
     logits, gradients = _torch(config, net, rows)
     loss, found = net.gradients(slot_of(rows), 0.25, NONE)
     again = net.gradients(slot_of(rows), 0.25, frozenset(range(net.facts.layers)))[1]
-    wrong = make_net({**config, "rms_norm_eps": 1e-3}, ce_chunk=10)
     plain_loss = net.loss(slot_of(rows))
     return {
         "logits": far(net.logits(slot_of(rows)), logits),
@@ -46,6 +49,14 @@ def _against_torch(config: Config) -> dict[str, Any]:
         "decoder": far(net.logits(slot_of(rows)), _decoder(net, rows)),
         "recomputed": same_bits(arrays(found), arrays(again)),
         "losses are equal": bool(plain_loss == loss),
+    }
+
+
+def _of_another_eps(config: Config) -> dict[str, float]:
+    wrong = make_net({**config, "rms_norm_eps": 1e-3}, ce_chunk=10)
+    rows = rows_of(wrong.facts.vocab, rows=3, tokens=13)
+    logits, gradients = _torch(config, wrong, rows)
+    return {
         "wrong logits": far(wrong.logits(slot_of(rows)), logits),
         "wrong gradients": farthest(arrays(wrong.gradients(slot_of(rows), 0.25, NONE)[1]), gradients),
     }
