@@ -165,9 +165,10 @@ class FileSink:
 
     def _close_file(self, number: int) -> None:
         file, state = self._files[number], self._open[number]
+        fd = self._fd(number)  # made only now where all of its tensors are empty
         try:
-            os.fsync(state.fd)
-            os.close(state.fd)
+            os.fsync(fd)
+            os.close(fd)
         except OSError as error:
             raise disk_error(error, self._folder.partial / file.name) from error
         state.fd = -1

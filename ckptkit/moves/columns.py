@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from ckptkit.moves.run import TELL_BYTES, Promises, Run
+from ckptkit.moves.run import TELL_BYTES, Promises, Run, check_whole
 from ckptkit.plan import jobs
 from ckptkit.plan.columns import columns
 
@@ -54,5 +54,6 @@ def copy_columns(run: Run, numbers: Sequence[int]) -> None:
                 return
             told = done
     promises.compare()
-    for number, state in zip(numbers, states, strict=True):
+    for number, width, state in zip(numbers, widths, states, strict=True):
+        check_whole(run.plan.outputs[number], made.rows * width)
         run.finish(number, state.hexdigest() if state is not None else None)

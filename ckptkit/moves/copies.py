@@ -14,7 +14,7 @@ from operator import itemgetter
 import numpy as np
 import xxhash
 
-from ckptkit.moves.run import TELL_BYTES, Promises, Run, compare_promised
+from ckptkit.moves.run import TELL_BYTES, Promises, Run, check_whole, compare_promised
 from ckptkit.plan.jobs import copied
 from ckptkit.plan.plan import OutputTensor
 from ckptkit.types import DTYPES, Region, item_bytes
@@ -99,6 +99,7 @@ def _copy_one(run: Run, group: Sequence[int], promises: Promises, buffer: memory
                         return
                     told = done
     run.tell(group, done - told)
+    check_whole(first, done)
     digest = state.hexdigest() if state is not None else None
     if is_whole:
         compare_promised(run, parts[0].info, digest)

@@ -11,11 +11,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from ckptkit.cast import CastCount, Caster, is_lossy
-from ckptkit.errors import CorruptError
+from ckptkit.errors import CorruptError, InternalError
 from ckptkit.formats.base import Sink
 from ckptkit.formats.io import FilePool
 from ckptkit.plan import jobs
-from ckptkit.plan.plan import Plan
+from ckptkit.plan.plan import OutputTensor, Plan
 from ckptkit.types import TensorInfo
 
 TELL_BYTES = 4 << 20  # of an output are done before `Run.tell` is asked again
@@ -86,6 +86,12 @@ class Run:
     def finish(self, number: int, digest: str | None) -> None:
         if self.writes(number):
             self.sink.finish(number, digest)
+
+
+def check_whole(output: OutputTensor, done: int) -> None:
+    """Raise InternalError when an output was given another number of bytes than it has."""
+    if done != output.spec.num_bytes:
+        raise InternalError(f"`{output.spec.name}` has {output.spec.num_bytes} bytes, and {done} were made")
 
 
 class Stopped(Exception):

@@ -56,19 +56,21 @@ def columns(outputs: Sequence[OutputTensor]) -> Columns | None:
     pieces, counts = [], set()
     for output in outputs:
         box = output.box
-        found = boxes(output.expr, box) if box.size and output.moved_as == output.spec.dtype else None
+        found = boxes(output.expr, box) if box.size else None
         axis = _axis(box.shape, found) if found else 0
         if found is None or not axis:
             return None
         own = []
         for part in found:
             strip = _strip(output.inputs[part.leaf.name], part.region, axis)
-            if strip is None:
+            if strip is None or strip.info.dtype != output.spec.dtype:
                 return None
             width = item_bytes(strip.info.dtype) * prod(box.shape[axis + 1 :])
             number = strips.setdefault(strip, len(strips))
             start, size = part.region.start[axis], part.region.stop[axis] - part.region.start[axis]
             own.append(Piece(number, start * width, size * width, part.place.start[axis] * width))
+        if sum([piece.size for piece in own]) > ROW_BYTES:
+            return None
         pieces.append(tuple(own))
         counts.add(prod(box.shape[:axis]))
     made = Columns(counts.pop(), tuple(strips), tuple(pieces)) if len(counts) == 1 else None

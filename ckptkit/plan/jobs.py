@@ -90,8 +90,8 @@ def copied(output: OutputTensor) -> list[Range] | None:
         found = ranges(output.expr, output.box, output.inputs)
     if found is None or any(_cuts_elements(part.info) for part in found):
         return None
-    if len({part.info.dtype for part in found}) > 1:
-        return None  # each is widened first
+    if any(part.info.dtype != output.moved_as for part in found):
+        return None  # they are widened first
     return found
 
 

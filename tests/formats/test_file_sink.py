@@ -61,6 +61,19 @@ def test_an_output_that_never_came_is_noticed(tmp_path: Path) -> None:
     folder.close()
 
 
+def test_a_file_of_empty_tensors_alone_is_made(tmp_path: Path) -> None:
+    file = safetensors.lay_out("f", [TensorSpec("a", (0,), "U8"), TensorSpec("b", (2, 0), "F32")], {})
+    folder = ResultFolder(tmp_path / "out", "0" * 32)
+    folder.open()
+    sink = FileSink(folder, [file], [("a", 0), ("b", 0)])
+    for number in range(2):
+        sink.finish(number, None)
+    sink.check_complete()
+    written = folder.partial / "f"
+    assert written.read_bytes() == b"".join(data for _, data in file.fixed) and written.stat().st_size == file.size
+    folder.close()
+
+
 @pytest.mark.usefixtures("limits")
 def test_the_limit_is_raised_as_far_as_needed() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from ckptkit.errors import CorruptError
+from ckptkit.cast import Caster
+from ckptkit.errors import CorruptError, InternalError
 from ckptkit.execute import execute
 from ckptkit.layout.layout import Layout
 from ckptkit.layout.slices import shard_region
@@ -23,7 +24,7 @@ from ckptkit.plan import jobs as jobs_module
 from ckptkit.plan.columns import Piece, columns
 from ckptkit.plan.jobs import make_jobs
 from ckptkit.plan.plan import OutputTensor, Plan
-from ckptkit.types import Extent, Region, TensorInfo, TensorLayout, TensorSpec
+from ckptkit.types import DTYPES, Extent, Region, TensorInfo, TensorLayout, TensorSpec
 from tests.plan.test_shards import Array, as_wholes, joined_from, one_stage, parts_of, placed
 from tests.test_execute import MemorySink
 
@@ -88,6 +89,17 @@ def cases_that_are_not() -> dict[str, list[OutputTensor]]:
         "a hole between the parts": parts(source, 2, 4)[:1] + parts(source, 2, 4)[2:],
         "elements in another order": [output(node(Transpose((0, 2, 1)), [leaf]), source)],
         "cast": [replace(o, spec=replace(o.spec, dtype="F32")) for o in parts(source, 2, 4)],
+        "of another dtype, which is widened first": [
+            output(
+                node(Concat(1), [Leaf("a", (4, 6)), Leaf("b", (4, 2))]),
+                info("a", (4, 6)),
+                info("b", (4, 2), "F32"),
+                dtype="F32",
+            )
+        ],
+        "a row that is too long, of one that is repeated": [
+            output(node(Concat(1), [Leaf("a", (4, 9000))] * 16), info("a", (4, 9000)))
+        ],
         "a view": [replace(o, inputs={"w": strided}) for o in parts(source, 2, 4)],
         "in two places of its file": [replace(o, inputs={"w": apart}) for o in parts(source, 2, 4)],
         "rows too long to be held": parts(long, 1, 2),
@@ -112,6 +124,43 @@ def test_a_slice_of_what_was_joined_is_columns_where_it_takes_all_of_each_row() 
 
 
 # ---- moving them --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("dtypes", [("BF16", "F32"), ("F32", "BF16"), ("F16", "BF16")])
+def test_parts_of_different_dtypes_are_widened_first(tmp_path: Path, axis: int, dtypes: tuple[str, str]) -> None:
+    """Of all parts, and of those that a slice leaves."""
+    numbers = {"a": np.arange(8, dtype=np.float32).reshape(4, 2), "b": np.arange(8, 16, dtype=np.float32).reshape(4, 2)}
+    data, infos = bytearray(), {}
+    for (name, array), dtype in zip(numbers.items(), dtypes, strict=True):
+        bits = array.view(DTYPES["F32"].carrier)
+        stored = (bits if dtype == "F32" else Caster("F32", dtype, clamp=False)(bits)).tobytes()
+        infos[name] = TensorInfo(name, (4, 2), dtype, tmp_path / "f", (Extent(len(data), len(stored)),))
+        data += stored
+    (tmp_path / "f").write_bytes(data)
+    joined = node(Concat(axis), [Leaf("a", (4, 2)), Leaf("b", (4, 2))])
+    exprs = [
+        joined,
+        node(Slice(axis, 0, 2), [joined]),
+        node(Slice(axis, joined.shape[axis] - 2, joined.shape[axis]), [joined]),
+    ]
+    outputs = tuple(OutputTensor(TensorSpec(f"{i}", expr.shape, "F32"), 0, expr, infos) for i, expr in enumerate(exprs))
+    plan = Plan(outputs, (), {}, (), (), (), (), (), {})
+    sink = MemorySink(plan)
+    execute(plan, sink)
+    whole = np.concatenate(list(numbers.values()), axis)
+    wanted = [whole, *np.split(whole, [2, whole.shape[axis] - 2], axis)[::2]]
+    for made, right in zip(sink.data, wanted, strict=True):
+        assert np.array_equal(np.frombuffer(bytes(made), np.float32), right.reshape(-1))
+
+
+def test_an_output_that_gets_too_few_bytes_is_never_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, _ = stored(np.zeros((5, 12), np.uint16), 1, 1, 2, tmp_path)
+    short = [replace(o, spec=replace(o.spec, shape=(5, 7))) for o in plan.outputs]
+    sink = MemorySink(plan)
+    with pytest.raises(InternalError, match="`w` has 70 bytes, and 60 were made"):
+        execute(replace(plan, outputs=tuple(short)), sink)
+    assert sink.digests == {}
 
 
 class Calls(MemorySink):
