@@ -102,7 +102,7 @@ def aligned_blocks(place: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of the blocks in which `size` bytes should be written from byte `place` of a file on.
 
     They end at multiples of `jobs.BLOCK_BYTES` in the file: the kernel then keeps each in one piece of its cache, and
-    takes up to a quarter less time to copy it there and to write it out. Writes of 1 MiB cost it twice as much.
+    takes less time to copy it there and to write it out.
     """
     start = 0
     while start < size:
